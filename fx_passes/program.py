@@ -1,0 +1,87 @@
+"""The unit of compilation: one captured graph with what binds it to the user's objects.
+
+A `Program` goes through every pass. Its graph stays functional to the end: a tensor that the model
+mutates is a placeholder, its new value is an ordinary node, and one trailing ``aten.copy_`` per
+mutated placeholder writes the value back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+InputKind = Literal["argument", "parameter", "buffer", "state"]
+"""``argument``: a tensor among the call's arguments. ``parameter``/``buffer``: owned by the module.
+``state``: a tensor that the model reaches through a plain attribute (a KV cache, a counter)."""
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """What one placeholder of the graph is bound to at every call.
+
+    ``source`` is a Python access path rooted at ``self`` (the module), ``args`` or ``kwargs``
+    (those of the call), for example ``kwargs['cache'].layers[0].keys``.
+    ``shape``, ``stride`` and ``dtype`` are those of the user's tensor; ``view`` is the shape that the graph
+    sees (a view of the same storage) or None when it is the tensor itself.
+    """
+
+    name: str
+    kind: InputKind
+    source: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    view: tuple[int, ...] | None = None
+    mutated: bool = False
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """How to rebuild the eager method's result from the graph's tensors without Dynamo.
+
+    ``treespec`` is the serialised pytree of the result (`torch.utils._pytree.treespec_dumps`) when the
+    result is made of registered containers. Each leaf is ``("tensor", i)`` for graph output ``i``,
+    ``("source", path)`` for an object or tensor that the caller passed in (returned by identity) or
+    ``("const", value)``.
+    """
+
+    treespec: str
+    leaves: tuple[tuple[str, Any], ...]
+
+
+@dataclass
+class WeightEntry:
+    """A weight that the final graph reads and the user's model does not have.
+
+    ``make`` builds it once at load time from the tensors at ``sources`` (placeholder names of the captured
+    graph); it is never run per step. ``recipe`` is a readable, hashable description of ``make``
+    (part of the cache key), ``nz`` asks for FRACTAL_NZ on a device.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    recipe: str
+    make: Callable[..., torch.Tensor]
+    nz: bool = False
+
+
+@dataclass
+class Program:
+    """A graph on its way from capture to emission."""
+
+    gm: fx.GraphModule
+    inputs: list[InputSpec]
+    output: OutputSpec
+    weights: list[WeightEntry] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def spec(self, name: str) -> InputSpec:
+        """The binding of placeholder ``name``; KeyError if there is none."""
+        for s in self.inputs:
+            if s.name == name:
+                return s
+        raise KeyError(name)

@@ -7,7 +7,7 @@ mutated placeholder writes the value back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -53,20 +53,25 @@ class OutputSpec:
     leaves: tuple[tuple[str, Any], ...]
 
 
-@dataclass
+@dataclass(frozen=True)
 class WeightEntry:
     """A weight that the final graph reads and the user's model does not have.
 
-    ``make`` builds it once at load time from the tensors at ``sources`` (placeholder names of the captured
-    graph); it is never run per step. ``recipe`` is a readable, hashable description of ``make``
-    (part of the cache key), ``nz`` asks for FRACTAL_NZ on a device.
+    It is a placeholder of the final graph like any other. Its value is built once at load time, never per step:
+    ``recipe`` is a Python expression over ``w[0]``, ``w[1]``, … (the tensors bound to the placeholders named in
+    ``sources``) and ``torch``. The text is stored with the artifact and is part of the cache key.
+    ``nz`` asks for FRACTAL_NZ (format 29) on a device; a host ignores it.
     """
 
     name: str
     sources: tuple[str, ...]
     recipe: str
-    make: Callable[..., torch.Tensor]
     nz: bool = False
+
+    def build(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The weight, contiguous, from the tensors at `sources` in that order."""
+        value = eval(self.recipe, {"__builtins__": {}, "torch": torch, "w": tuple(tensors)})  # noqa: S307 our own text
+        return value.detach().contiguous()
 
 
 @dataclass

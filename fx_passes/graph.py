@@ -1,0 +1,127 @@
+"""Editing an FX graph so that every node keeps true metadata and its provenance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+aten = torch.ops.aten
+
+PROVENANCE = ("source", "source_text", "module_path", "layer", "stack_trace", "nn_module_stack")
+
+
+def is_call(value: object, *targets: Any) -> bool:
+    """Whether ``value`` is a call_function node of one of ``targets``."""
+    return isinstance(value, fx.Node) and value.op == "call_function" and value.target in targets
+
+
+def val(node: fx.Node) -> Any:
+    """The fake value of ``node``: a FakeTensor, a tuple of them or a number."""
+    return node.meta["val"]
+
+
+def shape(node: fx.Node) -> tuple[int, ...]:
+    """The static shape of a tensor node."""
+    return tuple(int(d) for d in node.meta["val"].shape)
+
+
+def dtype(node: fx.Node) -> torch.dtype:
+    """The dtype of a tensor node."""
+    found: torch.dtype = node.meta["val"].dtype
+    return found
+
+
+def where(node: fx.Node) -> str:
+    """The user's source line of ``node`` for messages, or its name when the line is unknown."""
+    line = node.meta.get("source")
+    return f"{line}" if line else f"node {node.name}"
+
+
+class Editor:
+    """Adds nodes to a graph; each new node gets its fake value and the provenance of a model node.
+
+    New nodes are created through `call`, inside ``with editor.before(node)``.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.gm = gm
+        self.graph: fx.Graph = gm.graph
+        self._like: fx.Node | None = None
+        self._rule: str | None = None
+        self._mode: FakeTensorMode | None = None
+
+    @property
+    def fake_mode(self) -> FakeTensorMode:
+        """The fake mode that the values of this graph belong to."""
+        if self._mode is None:
+            values = [n.meta["val"] for n in self.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+            self._mode = detect_fake_mode(values) or FakeTensorMode()
+        return self._mode
+
+    @contextmanager
+    def before(self, node: fx.Node, *, like: fx.Node | None = None, rule: str | None = None) -> Iterator[None]:
+        """Insert before ``node``; new nodes take the provenance of ``like`` (default: ``node``)."""
+        saved = self._like, self._rule
+        self._like, self._rule = like or node, rule or self._rule
+        try:
+            with self.graph.inserting_before(node):
+                yield
+        finally:
+            self._like, self._rule = saved
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A call_function node with its fake value computed by running ``target`` on the arguments' fake values."""
+        node = self.graph.call_function(target, args, kwargs)
+        self.refresh(node)
+        self._inherit(node)
+        return node
+
+    def placeholder(self, name: str, value: torch.Tensor) -> fx.Node:
+        """A new placeholder after the last one, carrying the fake value of ``value``."""
+        last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
+        with self.graph.inserting_after(last):
+            node = self.graph.placeholder(name)
+        node.meta["val"] = value
+        return node
+
+    def refresh(self, node: fx.Node) -> None:
+        """Compute ``node.meta['val']`` from its arguments."""
+        args = fx.node.map_arg(node.args, lambda n: n.meta["val"])
+        kwargs = fx.node.map_arg(node.kwargs, lambda n: n.meta["val"])
+        with self.fake_mode, torch.no_grad():
+            node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _inherit(self, node: fx.Node) -> None:
+        if self._like is not None:
+            for key in PROVENANCE:
+                if key in self._like.meta:
+                    node.meta[key] = self._like.meta[key]
+            if "rule" in self._like.meta:
+                node.meta["rule"] = self._like.meta["rule"]
+        if self._rule is not None:
+            node.meta["rule"] = self._rule
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Give every user of ``old`` the node ``new`` instead; ``old`` stays until dead code is removed."""
+        old.replace_all_uses_with(new)
+
+    def reshape(self, x: fx.Node, size: Sequence[int]) -> fx.Node:
+        """``x`` in shape ``size``; ``x`` itself when it has that shape."""
+        return x if shape(x) == tuple(size) else self.call(aten.reshape.default, x, list(size))
+
+    def fake(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """A fake tensor of this graph's mode built by ``make``."""
+        with self.fake_mode:
+            return make()
+
+    def sweep(self) -> int:
+        """Remove dead nodes (mutations and placeholders stay); the number removed."""
+        before = len(self.graph.nodes)
+        self.graph.eliminate_dead_code()
+        return before - len(self.graph.nodes)

@@ -1,0 +1,1 @@
+"""One spelling for what models write in many ways. Each module holds one pass: ``run(program) -> int`` changes."""

@@ -1,0 +1,71 @@
+"""mm(reshape(x), permute(W)) and addmm  →  ``aten.linear(x, W, bias)``; expand + reshape + bmm  →  ``aten.matmul``."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import fx
+
+from cannopy.fx_passes.graph import Editor, aten, is_call, shape
+from cannopy.fx_passes.program import Program
+
+
+def run(program: Program) -> int:
+    """Recover linear layers and batched matrix products from their decomposed forms."""
+    editor = Editor(program.gm)
+    changes = 0
+    for node in list(editor.graph.nodes):
+        if is_call(node, aten.mm.default):
+            changes += _linear(editor, node, node.args[0], node.args[1], None)
+        elif is_call(node, aten.addmm.default) and not node.kwargs:
+            changes += _linear(editor, node, node.args[1], node.args[2], node.args[0])
+        elif is_call(node, aten.bmm.default):
+            changes += _matmul(editor, node)
+    editor.sweep()
+    return changes
+
+
+def _linear(editor: Editor, node: fx.Node, x: Any, weight_t: Any, bias: Any) -> int:
+    if not (is_call(weight_t, aten.permute.default) and weight_t.args[1] == [1, 0]):
+        return 0
+    if bias is not None and len(shape(bias)) != 1:
+        return 0
+    weight = weight_t.args[0]
+    # Keep the model's leading dims: every reader reshapes (T, out) back to (..., out).
+    source = x.args[0] if is_call(x, aten.reshape.default) else x
+    if shape(source)[-1:] != shape(x)[-1:] or len(shape(source)) < 2:
+        source = x
+    with editor.before(node):
+        linear = editor.call(aten.linear.default, source, weight, *([bias] if bias is not None else []))
+        editor.replace(node, editor.reshape(linear, shape(node)))
+    return 1
+
+
+def _unfolded(x: Any, batch: int) -> fx.Node:
+    """The operand of a bmm before ``expand`` and ``reshape`` folded its leading dims into one."""
+    if is_call(x, aten.reshape.default):
+        inner = cast(fx.Node, x.args[0])
+        size = shape(inner)
+        if len(size) > 3 and size[-2:] == shape(x)[-2:]:
+            return inner
+    return cast(fx.Node, x)
+
+
+def _matmul(editor: Editor, node: fx.Node) -> int:
+    a, b = (_unfolded(x, shape(node)[0]) for x in node.args[:2])
+    if len(shape(a)) != len(shape(b)) or shape(a)[:-2] != shape(b)[:-2]:
+        a, b = cast("list[fx.Node]", list(node.args[:2]))
+    with editor.before(node):
+        product = editor.call(aten.matmul.default, _unexpanded(a), _unexpanded(b))
+        if shape(product)[:-2] != shape(a)[:-2]:
+            product = editor.call(aten.matmul.default, a, b)
+        editor.replace(node, editor.reshape(product, shape(node)))
+    return 1
+
+
+def _unexpanded(x: fx.Node) -> fx.Node:
+    if is_call(x, aten.expand.default):
+        inner = cast(fx.Node, x.args[0])
+        if len(shape(inner)) == len(shape(x)):
+            return inner
+    return x

@@ -41,7 +41,7 @@ def _linear(editor: Editor, node: fx.Node, x: Any, weight_t: Any, bias: Any) -> 
     return 1
 
 
-def _unfolded(x: Any, batch: int) -> fx.Node:
+def _unfolded(x: Any) -> fx.Node:
     """The operand of a bmm before ``expand`` and ``reshape`` folded its leading dims into one."""
     if is_call(x, aten.reshape.default):
         inner = cast(fx.Node, x.args[0])
@@ -52,20 +52,40 @@ def _unfolded(x: Any, batch: int) -> fx.Node:
 
 
 def _matmul(editor: Editor, node: fx.Node) -> int:
-    a, b = (_unfolded(x, shape(node)[0]) for x in node.args[:2])
-    if len(shape(a)) != len(shape(b)) or shape(a)[:-2] != shape(b)[:-2]:
-        a, b = cast("list[fx.Node]", list(node.args[:2]))
+    operands = cast("list[fx.Node]", list(node.args[:2]))
+    unfolded = [_unfolded(x) for x in operands]
+    rank = max(len(shape(x)) for x in unfolded)
+    batch = next(shape(x)[:-2] for x in unfolded if len(shape(x)) == rank)
+    sizes = [_lifted(shape(x), batch) for x in unfolded]
+    if None in sizes:
+        return _product(editor, node, operands, [shape(x) for x in operands])
+    return _product(editor, node, [_unexpanded(x) for x in unfolded], cast("list[tuple[int, ...]]", sizes))
+
+
+def _lifted(size: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...] | None:
+    """``size`` with its leading dims spelled like ``batch``; None when a fold of ``batch`` is not an unsqueeze."""
+    if size[:-2] == batch:
+        return size
+    wide = [d for d in batch if d != 1]
+    folded = size[:-2]
+    if len(folded) != 1 or len(wide) > 1 or folded[0] not in (1, *wide):
+        return None
+    return (*(1 if folded[0] == 1 else d for d in batch), *size[-2:])
+
+
+def _product(editor: Editor, node: fx.Node, operands: list[fx.Node], sizes: list[tuple[int, ...]]) -> int:
     with editor.before(node):
-        product = editor.call(aten.matmul.default, _unexpanded(a), _unexpanded(b))
-        if shape(product)[:-2] != shape(a)[:-2]:
-            product = editor.call(aten.matmul.default, a, b)
+        a, b = (x if len(shape(x)) == len(size) else editor.reshape(x, size)
+                for x, size in zip(operands, sizes, strict=True))
+        product = editor.call(aten.matmul.default, a, b)
         editor.replace(node, editor.reshape(product, shape(node)))
     return 1
 
 
 def _unexpanded(x: fx.Node) -> fx.Node:
+    """``x`` before an expand of its leading dims: matmul broadcasts by itself."""
     if is_call(x, aten.expand.default):
         inner = cast(fx.Node, x.args[0])
-        if len(shape(inner)) == len(shape(x)):
+        if len(shape(inner)) == len(shape(x)) and shape(inner)[-2:] == shape(x)[-2:]:
             return inner
     return x

@@ -1,0 +1,134 @@
+"""The spellings of rotary embedding  →  cannopy::rotary(x, cos, sin, interleaved).
+
+Interleaved (DeepSeek MLA):  cat(x₀·c − x₁·s, x₁·c + x₀·s) with x₀, x₁ the even and odd elements.
+Half split (Llama, V3.2 indexer):  x·cos + cat(−x₂, x₁)·sin with x₁, x₂ the halves, cos = cat(c, c).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from cannopy.fusion_rules.engine.match import Match
+from cannopy.fusion_rules.engine.pattern import Any, Items, Number, Op, op
+from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
+from cannopy.fusion_rules.lift.halves import half_of
+from cannopy.fx_passes.graph import aten, shape
+
+
+def _part(x: str, prefix: str) -> Op:
+    return op(aten.slice.Tensor, Any(x), Number("dim"), Number(f"{prefix}_start"), Number(f"{prefix}_end"),
+              Number("step"))
+
+
+def _times(a: Op, b: str) -> Op:
+    return op(aten.mul.Tensor, a, Any(b), commutative=True)
+
+
+FIRST, SECOND = _part("x", "first"), _part("x", "second")
+
+PAIRS = op(
+    aten.cat.default,
+    Items((
+        op(aten.sub.Tensor, _times(FIRST, "cos"), _times(SECOND, "sin")),
+        op(aten.add.Tensor, _times(SECOND, "cos"), _times(FIRST, "sin"), commutative=True),
+    )),
+    Number("dim"),
+)
+
+ROTATE_HALF = op(
+    aten.add.Tensor,
+    op(aten.mul.Tensor, Any("x"), Any("cos"), commutative=True),
+    op(
+        aten.mul.Tensor,
+        op(aten.cat.default, Items((op(aten.neg.default, SECOND), FIRST)), Number("dim")),
+        Any("sin"),
+        commutative=True,
+    ),
+    commutative=True,
+)
+
+
+def _layout(match: Match) -> str | None:
+    """"interleaved", "half" or None, from the slices that form the pairs."""
+    size = shape(match["x"])[-1]
+    if match["dim"] != len(shape(match["x"])) - 1 or size % 2:
+        return None
+    parts = tuple(match[k] for k in ("first_start", "first_end", "second_start", "second_end", "step"))
+    if parts == (0, size, 1, size, 2):
+        return "interleaved"
+    if parts == (0, size // 2, size // 2, size, 1):
+        return "half"
+    return None
+
+
+def check_pairs(match: Match, ctx: Context) -> Refusal | None:
+    """The pairs cover the whole last dim and cos and sin have one angle per pair."""
+    if _layout(match) is None:
+        return Refusal("the rotated pairs are neither even/odd elements nor halves of the last dim", match.anchor)
+    return _broadcasts(match, shape(match["x"])[-1] // 2)
+
+
+def check_rotate_half(match: Match, ctx: Context) -> Refusal | None:
+    """Both halves of cos and of sin are provably equal."""
+    if _layout(match) != "half":
+        return Refusal("the rotated parts are not the two halves of the last dim", match.anchor)
+    refusal = _broadcasts(match, shape(match["x"])[-1])
+    if refusal is None and not all(half_of(ctx, match[k], dry=True) for k in ("cos", "sin")):
+        return Refusal("cos or sin is not provably cat(angles, angles)", match["cos"])
+    return refusal
+
+
+def _broadcasts(match: Match, size: int) -> Refusal | None:
+    for name in ("cos", "sin"):
+        node = match[name]
+        if not isinstance(node, fx.Node) or shape(node)[-1:] != (size,):
+            return Refusal(f"{name} does not have {size} entries in its last dim", match.anchor)
+        if len(shape(node)) > len(shape(match["x"])):
+            return Refusal(f"{name} has more dims than the rotated tensor", match.anchor)
+    if shape(match.anchor) != shape(match["x"]):
+        return Refusal("cos broadcasts the rotated tensor to another shape", match.anchor)
+    dtypes = {match[k].meta["val"].dtype for k in ("x", "cos", "sin")}
+    if len(dtypes) > 1:
+        return Refusal(f"the rotation mixes dtypes {sorted(map(str, dtypes))}", match.anchor)
+    return None
+
+
+def _emit(match: Match, ctx: Context, cos: fx.Node, sin: fx.Node) -> None:
+    interleaved = _layout(match) == "interleaved"
+    ctx.editor.replace(
+        match.anchor, ctx.editor.call(torch.ops.cannopy.rotary.default, match["x"], cos, sin, interleaved)
+    )
+
+
+def rewrite_pairs(match: Match, ctx: Context) -> None:
+    """cos and sin already have one angle per pair."""
+    _emit(match, ctx, match["cos"], match["sin"])
+
+
+def rewrite_rotate_half(match: Match, ctx: Context) -> None:
+    """Take the first half of cos and sin."""
+    halves = [half_of(ctx, match[k]) for k in ("cos", "sin")]
+    cos, sin = halves
+    assert cos is not None and sin is not None
+    _emit(match, ctx, cos, sin)
+
+
+RULES = (
+    Rule(
+        name="lift_rotary",
+        equation="cat(x0*c - x1*s, x1*c + x0*s) -> rotary(x, c, s)",
+        pattern=PAIRS,
+        check=check_pairs,
+        rewrite=rewrite_pairs,
+        near=6,
+    ),
+    Rule(
+        name="lift_rotary_half",
+        equation="x*cat(c, c) + cat(-x2, x1)*cat(s, s) -> rotary(x, c, s)",
+        pattern=ROTATE_HALF,
+        check=check_rotate_half,
+        rewrite=rewrite_rotate_half,
+        near=5,
+    ),
+)

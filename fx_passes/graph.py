@@ -67,11 +67,16 @@ class Editor:
     @contextmanager
     def before(self, node: fx.Node, *, like: fx.Node | None = None, rule: str | None = None) -> Iterator[None]:
         """Insert before ``node``; new nodes take the provenance of ``like`` (default: ``node``)."""
+        with self.graph.inserting_before(node), self.provenance_of(like or node, rule=rule):
+            yield
+
+    @contextmanager
+    def provenance_of(self, like: fx.Node, *, rule: str | None = None) -> Iterator[None]:
+        """New nodes take the provenance of ``like``; the insertion point stays."""
         saved = self._like, self._rule
-        self._like, self._rule = like or node, rule or self._rule
+        self._like, self._rule = like, rule or self._rule
         try:
-            with self.graph.inserting_before(node):
-                yield
+            yield
         finally:
             self._like, self._rule = saved
 

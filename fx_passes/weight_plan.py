@@ -1,0 +1,67 @@
+"""Weights that a final graph reads and the user's model does not have: planned here, built once at load time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from cannopy.fx_passes.graph import Editor, where
+from cannopy.fx_passes.program import Program, WeightEntry
+
+
+class WeightSourceError(ValueError):
+    """A weight was to be derived from a value that is not constant over the steps of the model."""
+
+
+def why_not_weight(program: Program, node: object) -> str | None:
+    """Why ``node`` cannot be the source of a derived weight; None when it can.
+
+    Sources are placeholders bound to parameters or buffers that the graph does not mutate, and derived weights.
+    """
+    if not isinstance(node, fx.Node) or node.op != "placeholder":
+        return f"{node} is computed in every step"
+    if any(entry.name == node.name for entry in program.weights):
+        return None
+    try:
+        spec = program.spec(node.name)
+    except KeyError:
+        return f"placeholder {node.name} is bound to nothing that the program knows"
+    if spec.kind not in ("parameter", "buffer"):
+        return f"{spec.source} is a model {spec.kind}, not a parameter or buffer"
+    if spec.mutated:
+        return f"{spec.source} is written by the model"
+    return None
+
+
+def preview(editor: Editor, sources: Sequence[fx.Node], recipe: str) -> torch.Tensor:
+    """The fake value that ``recipe`` gives on the fake values of ``sources``."""
+    entry = WeightEntry("", tuple(s.name for s in sources), recipe)
+    with torch.no_grad():
+        return editor.fake(lambda: entry.build([s.meta["val"] for s in sources]))
+
+
+def derived(
+    program: Program, editor: Editor, name: str, sources: Sequence[fx.Node], recipe: str, nz: bool = False
+) -> fx.Node:
+    """The placeholder of the weight that ``recipe`` builds from ``sources``; one per (sources, recipe, nz).
+
+    ``recipe`` is the text of `WeightEntry.recipe`: an expression over ``w[0]``, ``w[1]``, … and ``torch``.
+    ``name`` is a wish: the placeholder gets a number behind it when the graph has that name already.
+    Raises `WeightSourceError` when a source is not constant over the steps.
+    """
+    for source in sources:
+        reason = why_not_weight(program, source)
+        if reason is not None:
+            raise WeightSourceError(
+                f"derived weight {name} = {recipe}: source at {where(source)} must be a parameter or buffer that the "
+                f"model does not write; {reason}. Leave the operation as it is or make the value a parameter."
+            )
+    names = tuple(source.name for source in sources)
+    for entry in program.weights:
+        if (entry.sources, entry.recipe, entry.nz) == (names, recipe, nz):
+            return next(n for n in editor.graph.nodes if n.op == "placeholder" and n.name == entry.name)
+    node = editor.placeholder(name, preview(editor, sources, recipe))
+    program.weights.append(WeightEntry(node.name, names, recipe, nz))
+    return node

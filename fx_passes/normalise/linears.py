@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 from torch import fx
@@ -63,14 +64,12 @@ def _matmul(editor: Editor, node: fx.Node) -> int:
 
 
 def _lifted(size: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...] | None:
-    """``size`` with its leading dims spelled like ``batch``; None when a fold of ``batch`` is not an unsqueeze."""
+    """``size`` with its leading dim unfolded like ``batch``; None when it is not a fold of those dims."""
     if size[:-2] == batch:
         return size
-    wide = [d for d in batch if d != 1]
-    folded = size[:-2]
-    if len(folded) != 1 or len(wide) > 1 or folded[0] not in (1, *wide):
-        return None
-    return (*(1 if folded[0] == 1 else d for d in batch), *size[-2:])
+    if len(size) == 3 and size[0] == math.prod(batch):
+        return (*batch, *size[-2:])
+    return None
 
 
 def _product(editor: Editor, node: fx.Node, operands: list[fx.Node], sizes: list[tuple[int, ...]]) -> int:

@@ -1,0 +1,237 @@
+"""What integer and mask tensors hold, proven from the graph: affine functions of their indices.
+
+An integer tensor is ``const + sum coef[d] * index[d] + sum symbol``, a symbol being a one-element tensor of
+the graph (a cache counter). A mask is a conjunction of inequalities ``affine >= 0``. Whatever is not provably of
+that form has no value here, so a padding mask, a window or a custom mask is never taken for a causal one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import fx
+
+from cannopy.fx_passes.graph import aten, is_call, shape
+from cannopy.fx_passes.normalise.slices import bounds
+from cannopy.fx_passes.normalise.views import permutation
+
+INTEGERS = (torch.int64, torch.int32)
+
+
+@dataclass(frozen=True)
+class Affine:
+    """``const + sum(coefs[d] * index[d]) + sum(count * symbol)`` over a tensor of rank ``len(coefs)``."""
+
+    coefs: tuple[int, ...]
+    const: int = 0
+    symbols: tuple[tuple[fx.Node, int], ...] = ()
+
+    def plus(self, other: Affine, sign: int = 1) -> Affine:
+        """self + sign * other; ranks are aligned at the last dim as broadcasting does."""
+        rank = max(len(self.coefs), len(other.coefs))
+        a = (0,) * (rank - len(self.coefs)) + self.coefs
+        b = (0,) * (rank - len(other.coefs)) + other.coefs
+        counts: Counter[fx.Node] = Counter(dict(self.symbols))
+        for node, count in other.symbols:
+            counts[node] += sign * count
+        symbols = tuple((n, c) for n, c in counts.items() if c)
+        return Affine(
+            tuple(x + sign * y for x, y in zip(a, b, strict=True)), self.const + sign * other.const, symbols
+        )
+
+    def minimum(self, size: tuple[int, ...]) -> int | None:
+        """The smallest value over all indices of a tensor of ``size``; None when it depends on a symbol."""
+        if self.symbols:
+            return None
+        return self.const + sum(min(0, c * (n - 1)) for c, n in zip(self.coefs, size, strict=True))
+
+
+@dataclass(frozen=True)
+class Mask:
+    """True where every one of ``terms`` is >= 0."""
+
+    rank: int
+    terms: tuple[Affine, ...]
+
+
+Value = Affine | Mask
+
+
+def integer(node: object) -> Affine | None:
+    """The affine form of an integer tensor or number."""
+    value = _evaluate(node, {})
+    return value if isinstance(value, Affine) else None
+
+
+def mask(node: object) -> Mask | None:
+    """The inequalities of a boolean tensor, without those that always hold."""
+    value = _evaluate(node, {})
+    if not isinstance(value, Mask) or not isinstance(node, fx.Node):
+        return None
+    size = shape(node)
+    open_terms = []
+    for term in value.terms:
+        padded = Affine((0,) * (len(size) - len(term.coefs)) + term.coefs, term.const, term.symbols)
+        low = padded.minimum(size)
+        if low is None or low < 0:
+            open_terms.append(padded)
+    return Mask(len(size), tuple(dict.fromkeys(open_terms)))
+
+
+@dataclass(frozen=True)
+class Causal:
+    """Key j is visible to query i where ``j <= i + past``, with ``past = symbol + const`` (symbol may be None)."""
+
+    symbol: fx.Node | None
+    const: int
+
+
+def causal(node: object) -> Causal | str:
+    """The causal form of a mask over [.., queries, keys], or the reason why it is not provably one."""
+    found = mask(node)
+    if found is None:
+        return f"mask {node} is not provably causal by cache position (a padding or custom mask stays a tensor)"
+    if len(found.terms) != 1:
+        count = len(found.terms)
+        return f"mask {node} has {count} conditions; a causal mask has one (a sliding window or a block mask has more)"
+    term = found.terms[0]
+    if any(term.coefs[:-2]) or term.coefs[-2:] != (1, -1):
+        return f"mask {node} is not of the form key <= query + past (coefficients {term.coefs})"
+    if len(term.symbols) > 1 or any(count != 1 for _, count in term.symbols):
+        return f"mask {node} depends on {len(term.symbols)} lengths"
+    return Causal(term.symbols[0][0] if term.symbols else None, term.const)
+
+
+def _evaluate(node: object, memo: dict[fx.Node, Value | None]) -> Value | None:
+    if isinstance(node, bool):
+        return Mask(0, () if node else (Affine((), -1),))
+    if isinstance(node, int):
+        return Affine((), node)
+    if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), torch.Tensor):
+        return None
+    if node not in memo:
+        memo[node] = None
+        memo[node] = _node(node, memo)
+    return memo[node]
+
+
+def _node(node: fx.Node, memo: dict[fx.Node, Value | None]) -> Value | None:
+    size, kind = shape(node), node.meta["val"].dtype
+    if node.op == "call_function":
+        for rule in (_source, _arithmetic, _comparison, _logic, _moved):
+            found = rule(node, memo)
+            if found is not None:
+                return found
+    if kind in INTEGERS and math.prod(size) == 1:
+        return Affine((0,) * len(size), 0, ((node, 1),))
+    return None
+
+
+def _source(node: fx.Node, memo: dict[fx.Node, Value | None]) -> Value | None:
+    size, kind = shape(node), node.meta["val"].dtype
+    if kind in INTEGERS and is_call(node, aten.arange.default):
+        return Affine((1,))
+    if kind in INTEGERS and is_call(node, aten.arange.start, aten.arange.start_step):
+        start, step = node.args[0], node.args[2] if len(node.args) > 2 else 1
+        return Affine((step,), start) if isinstance(start, int) and isinstance(step, int) else None
+    if is_call(node, aten.full.default, aten.full_like.default, aten.new_full.default):
+        fill = node.args[1] if is_call(node, aten.full.default, aten.full_like.default) else node.args[2]
+        if kind is torch.bool:
+            return Mask(len(size), () if fill else (Affine((0,) * len(size), -1),))
+        return Affine((0,) * len(size), fill) if kind in INTEGERS and isinstance(fill, int) else None
+    if is_call(node, aten.ones.default, aten.new_ones.default, aten.ones_like.default) and kind is torch.bool:
+        return Mask(len(size), ())
+    return None
+
+
+def _arithmetic(node: fx.Node, memo: dict[fx.Node, Value | None]) -> Value | None:
+    if node.meta["val"].dtype not in INTEGERS or node.kwargs.get("alpha", 1) != 1:
+        return None
+    if is_call(node, aten.add.Tensor, aten.sub.Tensor):
+        a, b = (_evaluate(x, memo) for x in node.args[:2])
+        if isinstance(a, Affine) and isinstance(b, Affine):
+            return a.plus(b, -1 if is_call(node, aten.sub.Tensor) else 1)
+    if is_call(node, aten._to_copy.default):
+        inner = _evaluate(node.args[0], memo)
+        return inner if isinstance(inner, Affine) else None
+    return None
+
+
+def _comparison(node: fx.Node, memo: dict[fx.Node, Value | None]) -> Value | None:
+    greater = is_call(node, aten.ge.Tensor, aten.ge.Scalar, aten.gt.Tensor, aten.gt.Scalar)
+    less = is_call(node, aten.le.Tensor, aten.le.Scalar, aten.lt.Tensor, aten.lt.Scalar)
+    if not (greater or less):
+        return None
+    a, b = (_evaluate(x, memo) for x in node.args[:2])
+    if not isinstance(a, Affine) or not isinstance(b, Affine):
+        return None
+    difference = a.plus(b, -1) if greater else b.plus(a, -1)
+    strict = is_call(node, aten.gt.Tensor, aten.gt.Scalar, aten.lt.Tensor, aten.lt.Scalar)
+    return Mask(len(shape(node)), (difference.plus(Affine((), 1), -1) if strict else difference,))
+
+
+def _logic(node: fx.Node, memo: dict[fx.Node, Value | None]) -> Value | None:
+    if node.meta["val"].dtype is not torch.bool:
+        return None
+    if is_call(node, aten.bitwise_and.Tensor, aten.logical_and.default, aten.mul.Tensor):
+        a, b = (_evaluate(x, memo) for x in node.args[:2])
+        if isinstance(a, Mask) and isinstance(b, Mask):
+            rank = len(shape(node))
+            return Mask(rank, tuple(_aligned(t, rank) for t in (*a.terms, *b.terms)))
+    if is_call(node, aten.bitwise_not.default, aten.logical_not.default):
+        inner = _evaluate(node.args[0], memo)
+        if isinstance(inner, Mask) and len(inner.terms) == 1:
+            term = inner.terms[0]
+            negative = Affine((0,) * len(term.coefs), -1).plus(term, -1)
+            return Mask(inner.rank, (negative,))
+    return None
+
+
+def _aligned(term: Affine, rank: int) -> Affine:
+    return Affine((0,) * (rank - len(term.coefs)) + term.coefs, term.const, term.symbols)
+
+
+def _moved(node: fx.Node, memo: dict[fx.Node, Value | None]) -> Value | None:
+    """reshape that only adds or drops dims of size 1, expand, permute, slice, select, clone."""
+    moves = (aten.reshape.default, aten.view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default,
+             aten.permute.default, aten.transpose.int, aten.slice.Tensor, aten.select.int, aten.clone.default)
+    if not is_call(node, *moves):
+        return None
+    source = cast(fx.Node, node.args[0])
+    inner = _evaluate(source, memo)
+    if isinstance(inner, Affine):
+        return _move(node, source, inner)
+    if isinstance(inner, Mask):
+        terms = [_move(node, source, _aligned(t, len(shape(source)))) for t in inner.terms]
+        if all(t is not None for t in terms):
+            return Mask(len(shape(node)), tuple(t for t in terms if t is not None))
+    return None
+
+
+def _move(node: fx.Node, source: fx.Node, value: Affine) -> Affine | None:
+    old, new = shape(source), shape(node)
+    coefs = tuple(c if n != 1 else 0 for c, n in zip(value.coefs, old, strict=True))
+    if is_call(node, aten.clone.default):
+        return value
+    if is_call(node, aten.permute.default, aten.transpose.int):
+        return Affine(tuple(coefs[d] for d in permutation(node)), value.const, value.symbols)
+    if is_call(node, aten.slice.Tensor):
+        dim, start, _, step = bounds(node)
+        scaled = tuple(c * step if d == dim else c for d, c in enumerate(coefs))
+        return Affine(scaled, value.const + coefs[dim] * start, value.symbols)
+    if is_call(node, aten.select.int):
+        dim = cast(int, node.args[1]) % len(old)
+        index = cast(int, node.args[2]) % old[dim]
+        rest = tuple(c for d, c in enumerate(coefs) if d != dim)
+        return Affine(rest, value.const + coefs[dim] * index, value.symbols)
+    if is_call(node, aten.expand.default):
+        return Affine((0,) * (len(new) - len(old)) + coefs, value.const, value.symbols)
+    wide = [(n, c) for n, c in zip(old, coefs, strict=True) if n != 1]
+    if [n for n, _ in wide] != [n for n in new if n != 1]:
+        return None
+    left = iter(c for _, c in wide)
+    return Affine(tuple(0 if n == 1 else next(left) for n in new), value.const, value.symbols)

@@ -1,0 +1,59 @@
+"""x = a + b; y = cannopy::rms_norm(x, gamma, eps)  →  y, _, x = npu_add_rms_norm(a, b, gamma, eps).
+
+The sum may have other users (the residual stream): they read the op's third output.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from cannopy.fusion_rules.engine.legal import illegal
+from cannopy.fusion_rules.engine.match import Match
+from cannopy.fusion_rules.engine.pattern import Any, Number, op
+from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
+from cannopy.fx_passes.graph import aten, dtype, shape
+from cannopy.fx_passes.order import sort
+
+
+def check(match: Match, ctx: Context) -> Refusal | None:
+    """A sum of two tensors of equal shape and dtype, and the op's contract."""
+    a, b, total = match["a"], match["b"], match["sum"]
+    for value in (a, b):
+        if not isinstance(value, fx.Node):
+            return Refusal(f"the sum adds the constant {value}", total)
+        if shape(value) != shape(total):
+            return Refusal(f"the sum broadcasts {list(shape(value))} to {list(shape(total))}", total)
+        if dtype(value) != dtype(total):
+            return Refusal(f"the sum mixes {dtype(value)} and {dtype(total)}", total)
+    args = (a.meta["val"], b.meta["val"], match["gamma"].meta["val"], float(match["eps"]))
+    return illegal("npu_add_rms_norm", args, {}, match.anchor, ctx)
+
+
+def rewrite(match: Match, ctx: Context) -> None:
+    """Emit the op; users of the sum read its third output."""
+    out = ctx.editor.call(
+        torch.ops.npu.npu_add_rms_norm.default, match["a"], match["b"], match["gamma"], float(match["eps"])
+    )
+    normed, total = (ctx.editor.call(operator.getitem, out, i) for i in (0, 2))
+    ctx.editor.replace(match["sum"], total)
+    ctx.editor.replace(match.anchor, normed)
+    sort(ctx.editor.graph)
+
+
+RULE = Rule(
+    name="add_rms_norm",
+    equation="x = a + b; rms_norm(x, gamma, eps) -> npu_add_rms_norm(a, b, gamma, eps)",
+    pattern=op(
+        torch.ops.cannopy.rms_norm.default,
+        op(aten.add.Tensor, Any("a"), Any("b"), name="sum"),
+        Any("gamma"),
+        Number("eps"),
+    ),
+    check=check,
+    rewrite=rewrite,
+    kernel="npu_add_rms_norm",
+    near=2,
+)

@@ -1,0 +1,75 @@
+"""Lengths, slots and block tables that the paged ops want, from what the graph already computes.
+
+B requests of S query tokens each are packed to T = B * S tokens. The caches of all requests lie behind each other, so
+that block b of request r is block ``r * L / block + b`` (block table = identity).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from cannopy.fusion_rules.engine.rule import Context
+from cannopy.fx_passes.affine import Causal
+from cannopy.fx_passes.graph import aten, shape
+
+DEFAULT_BLOCK = 128
+BLOCK_STEP, BLOCK_MAX = 16, 1024  # op-plugin docs of npu_mla_prolog_v3 and npu_sparse_flash_attention
+
+
+def block_size(length: int, wanted: int | None = None) -> int | str:
+    """Rows per cache block for a cache of ``length`` rows per request, or the reason why there is none.
+
+    128 (what expert models use) when it divides the length, else the largest smaller multiple of 16 that does.
+    """
+    if wanted is not None:
+        legal = wanted % BLOCK_STEP == 0 and BLOCK_STEP <= wanted <= BLOCK_MAX and length % wanted == 0
+        return wanted if legal else (
+            f"block_size {wanted} is not a multiple of {BLOCK_STEP} up to {BLOCK_MAX} that divides the cache "
+            f"length {length}"
+        )
+    for size in range(DEFAULT_BLOCK, 0, -BLOCK_STEP):
+        if length % size == 0:
+            return size
+    return (f"cache length {length} is not a multiple of {BLOCK_STEP}, so the cache cannot be seen as blocks; "
+            f"make max_cache_len a multiple of {DEFAULT_BLOCK}")
+
+
+def key_lengths(ctx: Context, past: Causal, batch: int, queries: int) -> fx.Node:
+    """int32 [B]: keys visible to the last query of each request, ``past + S``."""
+    call = ctx.editor.call
+    if past.symbol is None:
+        return call(aten.full.default, [batch], past.const + queries, dtype=torch.int32, device=_device(ctx))
+    one = ctx.editor.reshape(past.symbol, [1])
+    length = call(aten.add.Tensor, one, past.const + queries)
+    narrow = call(aten._to_copy.default, length, dtype=torch.int32)
+    return narrow if batch == 1 else call(aten.expand.default, narrow, [batch])
+
+
+def query_ends(ctx: Context, batch: int, queries: int) -> fx.Node:
+    """int32 [B]: cumulative numbers of query tokens (layout TND)."""
+    return ctx.editor.call(
+        aten.arange.start_step, queries, batch * queries + 1, queries, dtype=torch.int32, device=_device(ctx)
+    )
+
+
+def block_table(ctx: Context, batch: int, length: int, block: int) -> fx.Node:
+    """int32 [B, L / block]: the identity."""
+    flat = ctx.editor.call(aten.arange.default, batch * length // block, dtype=torch.int32, device=_device(ctx))
+    return ctx.editor.reshape(flat, [batch, length // block])
+
+
+def slots(ctx: Context, index: fx.Node, batch: int, length: int) -> fx.Node:
+    """int64 [T]: the cache row of each token, from the position ``index`` [S] that all requests share."""
+    if batch == 1:
+        return index
+    call = ctx.editor.call
+    starts = call(aten.arange.start_step, 0, batch * length, length, dtype=torch.int64, device=_device(ctx))
+    rows = call(aten.add.Tensor, ctx.editor.reshape(starts, [batch, 1]), ctx.editor.reshape(index, [1, *shape(index)]))
+    return ctx.editor.reshape(rows, [batch * shape(index)[0]])
+
+
+def _device(ctx: Context) -> torch.device:
+    node = next(n for n in ctx.editor.graph.nodes if n.op == "placeholder")
+    found: torch.device = node.meta["val"].device
+    return found

@@ -1,0 +1,280 @@
+"""Indexer scores, top-k mask and attention over the expanded latent cache  →  lightning indexer + sparse attention.
+
+    topk(mask(Σ_h w_h · relu(q_h · k)))                    →  npu_lightning_indexer
+    softmax(mask(q · [W_UK c; r]ᵀ)) · (W_UV c)             →  npu_sparse_flash_attention(q W_UK, c, r) · W_UV
+
+The latent cache c [B, L, 512] is attended directly (absorbed form): no expansion of the cache per step.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any as Anything
+
+import torch
+from torch import fx
+
+from cannopy.fusion_rules.engine.legal import illegal
+from cannopy.fusion_rules.engine.match import Match
+from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Literal, Number, Op, Pattern, Through, op
+from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
+from cannopy.fusion_rules.rewrite import positions
+from cannopy.fx_passes.affine import Causal, causal
+from cannopy.fx_passes.graph import aten, dtype, shape
+from cannopy.fx_passes.weight_plan import derived, preview, why_not_weight
+
+CAST = (aten._to_copy.default,)
+RESHAPE = (aten.reshape.default,)
+MINUS_INF = float("-inf")
+
+
+def _cache(name: str) -> Op:
+    """The value of a cache after this step's write."""
+    return op(aten.index_copy.default, Any(f"{name}_cache"), Number(f"{name}_dim"), Any(f"{name}_index"),
+              Any(f"{name}_new"), name=name)
+
+
+def _index_scores() -> Pattern:
+    query = Through(Any("index_query"), over=())
+    keys = Through(op(aten.permute.default, _cache("index_key"), Literal([0, 2, 1])), over=(*CAST, *RESHAPE))
+    products = op(aten.matmul.default, Alt((op(aten._to_copy.default, query, dtype=Literal(torch.float32)), query)),
+                  keys, name="index_products")
+    scaled = op(aten.mul.Tensor, products, Number("index_scale"), commutative=True)
+    per_head = op(aten.relu.default, scaled, name="per_head")
+    weight = Alt((op(aten._to_copy.default, Any("head_weight"), dtype=Literal(torch.float32)), Any("head_weight")))
+    weights = Through(op(aten.mul.Tensor, weight, Number("head_scale"), commutative=True), over=RESHAPE,
+                      name="weights")
+    return Through(op(aten.matmul.default, weights, per_head), over=RESHAPE, name="scores")
+
+
+def _selected() -> Pattern:
+    topk_args = (op(aten.masked_fill.Scalar, _index_scores(), op(aten.bitwise_not.default, Any("index_mask")),
+                    Literal(MINUS_INF)), Number("k"))
+    topk = Alt((
+        op(aten.topk.default, *topk_args, name="topk"),
+        op(aten.topk.default, *topk_args, Literal(-1), name="topk"),
+        op(aten.topk.default, *topk_args, Literal(-1), Literal(True), Any("sorted"), name="topk"),
+    ))
+    picks = Through(op(operator.getitem, topk, Literal(1)), over=CAST, name="picks")
+    return Through(
+        op(aten.scatter.value, op(aten.new_ones.default, Any(), Any(), rest=True), Literal(-1), picks, Literal(False)),
+        over=RESHAPE,
+    )
+
+
+def _keys_and_values() -> tuple[Pattern, Pattern]:
+    expanded = op(
+        aten.permute.default,
+        op(aten.reshape.default, op(aten.linear.default, Through(_cache("latent"), over=RESHAPE), Any("kv_b")), Any()),
+        Literal([0, 2, 1, 3]),
+        name="expanded",
+    )
+    rope = Through(_cache("rope"), over=(*RESHAPE, aten.expand.default), name="rope_keys")
+    keys = op(aten.cat.default,
+              Items((op(aten.slice.Tensor, expanded, Literal(3), Literal(0), Number("nope"), Literal(1)), rope)),
+              Literal(3))
+    values = op(aten.slice.Tensor, expanded, Literal(3), Number("nope"), Number("end"), Literal(1))
+    return keys, values
+
+
+KEYS, VALUES = _keys_and_values()
+
+PATTERN = op(
+    torch.ops.cannopy.attention.default,
+    op(aten.cat.default, Items((Any("q_nope"), Any("q_rope"))), Literal(3)),
+    KEYS,
+    VALUES,
+    op(aten.bitwise_and.Tensor, Any("attention_mask"), op(aten.bitwise_not.default, _selected()), commutative=True),
+    Number("scale"),
+    Literal(False),
+    Literal(False),
+)
+
+
+def sizes(match: Match) -> dict[str, int]:
+    """B, N, S, nope, value dims and the cache length L, from the matched tensors."""
+    batch, heads, queries, nope = shape(match["q_nope"])
+    return {"B": batch, "N": heads, "S": queries, "nope": nope, "value": shape(match.anchor)[-1],
+            "L": shape(match["latent"])[2], "rank": shape(match["latent"])[3]}
+
+
+def _masks(match: Match) -> Causal | Refusal:
+    found = [causal(match["attention_mask"]), causal(match["index_mask"])]
+    for reason, name in zip(found, ("attention_mask", "index_mask"), strict=True):
+        if isinstance(reason, str):
+            return Refusal(reason, match[name])
+    if found[0] != found[1]:
+        return Refusal("the indexer and the attention use different masks", match["attention_mask"])
+    past = found[0]
+    assert isinstance(past, Causal)
+    if past.symbol is None and past.const < 0:
+        return Refusal("the first query sees no key", match["attention_mask"])
+    return past
+
+
+def _layout(match: Match) -> Refusal | None:
+    """Every tensor has the shape that the formula above needs."""
+    s = sizes(match)
+    batch, heads, queries, length = s["B"], s["N"], s["S"], s["L"]
+    index_heads, index_dim = shape(match["index_query"])[-2:]
+    wanted: list[tuple[str, tuple[int, ...]]] = [
+        ("q_rope", (batch, heads, queries, shape(match["rope"])[3])),
+        ("latent", (batch, 1, length, s["rank"])),
+        ("rope", (batch, 1, length, shape(match["rope"])[3])),
+        ("rope_keys", (batch, heads, length, shape(match["rope"])[3])),
+        ("expanded", (batch, heads, length, s["nope"] + s["value"])),
+        ("index_key", (batch, length, index_dim)),
+        ("index_query", (batch, queries, index_heads, index_dim)),
+        ("index_products", (batch, queries, index_heads, length)),
+        ("head_weight", (batch, queries, index_heads)),
+        ("weights", (batch, queries, 1, index_heads)),
+        ("scores", (batch, queries, length)),
+        ("picks", (batch, queries, match["k"])),
+    ]
+    for name, size in wanted:
+        if shape(match[name]) != size:
+            return Refusal(f"{name} has shape {list(shape(match[name]))}, expected {list(size)}", match[name])
+    if match["end"] != s["nope"] + s["value"]:
+        return Refusal("values are not the rest of kv_b's output behind the keys", match.anchor)
+    return None
+
+
+def check(match: Match, ctx: Context) -> Refusal | None:
+    """Causal masks, positive scales, legal sizes and dtypes."""
+    refusal = _layout(match)
+    if refusal is not None:
+        return refusal
+    past = _masks(match)
+    if isinstance(past, Refusal):
+        return past
+    for name in ("index_scale", "head_scale"):
+        if not match[name] > 0:
+            return Refusal(f"{name} is {match[name]}: only a positive factor leaves the top-k unchanged",
+                           match["per_head"])
+    block = positions.block_size(sizes(match)["L"], ctx.settings.get("block_size"))
+    if isinstance(block, str):
+        return Refusal(block, match["latent"])
+    reason = why_not_weight(ctx.program, match["kv_b"])
+    if reason is not None:
+        return Refusal(f"kv_b_proj: {reason}", match["kv_b"])
+    return _indexer_illegal(match, ctx, block) or _attention_illegal(match, ctx, block)
+
+
+def _fake(ctx: Context, size: list[int], kind: torch.dtype) -> torch.Tensor:
+    return ctx.editor.fake(lambda: torch.empty(size, dtype=kind))
+
+
+def _indexer_illegal(match: Match, ctx: Context, block: int) -> Refusal | None:
+    s = sizes(match)
+    tokens, heads, dim = s["B"] * s["S"], *shape(match["index_query"])[-2:]
+    blocks = s["B"] * s["L"] // block
+    args = (_fake(ctx, [tokens, heads, dim], dtype(match["index_query"])),
+            _fake(ctx, [blocks, block, 1, dim], dtype(match["index_key"])),
+            _fake(ctx, [tokens, heads], dtype(match["head_weight"])))
+    kwargs = _paged(ctx, s, block) | {"layout_key": "PA_BSND", "sparse_count": int(match["k"]), "sparse_mode": 3}
+    kwargs["actual_seq_lengths_key"] = kwargs.pop("actual_seq_lengths_kv")
+    return illegal("npu_lightning_indexer", args, kwargs, match["topk"], ctx)
+
+
+def _attention_illegal(match: Match, ctx: Context, block: int) -> Refusal | None:
+    s = sizes(match)
+    tokens, blocks, rope = s["B"] * s["S"], s["B"] * s["L"] // block, shape(match["rope"])[3]
+    kind = dtype(match["latent"])
+    latent = _fake(ctx, [blocks, block, 1, s["rank"]], kind)
+    args = (_fake(ctx, [tokens, s["N"], s["rank"]], dtype(match["q_nope"])), latent, latent,
+            _fake(ctx, [tokens, 1, int(match["k"])], torch.int32), float(match["scale"]))
+    kwargs = _paged(ctx, s, block) | {
+        "query_rope": _fake(ctx, [tokens, s["N"], rope], dtype(match["q_rope"])),
+        "key_rope": _fake(ctx, [blocks, block, 1, rope], dtype(match["rope"])),
+        "sparse_block_size": 1, "layout_kv": "PA_BSND", "sparse_mode": 3, "attention_mode": 2,
+    }
+    return illegal("npu_sparse_flash_attention", args, kwargs, match.anchor, ctx)
+
+
+def _paged(ctx: Context, s: dict[str, int], block: int) -> dict[str, Anything]:
+    lengths = _fake(ctx, [s["B"]], torch.int32)
+    return {"block_table": _fake(ctx, [s["B"], s["L"] // block], torch.int32), "actual_seq_lengths_query": lengths,
+            "actual_seq_lengths_kv": lengths, "layout_query": "TND"}
+
+
+def rewrite(match: Match, ctx: Context) -> None:
+    """Emit the indexer, the absorbed queries, the sparse attention and the value projection."""
+    s = sizes(match)
+    past = _masks(match)
+    block = positions.block_size(s["L"], ctx.settings.get("block_size"))
+    assert isinstance(past, Causal) and isinstance(block, int)
+    ends = positions.query_ends(ctx, s["B"], s["S"])
+    lengths = positions.key_lengths(ctx, past, s["B"], s["S"])
+    table = positions.block_table(ctx, s["B"], s["L"], block)
+    picks = _emit_indexer(match, ctx, block, ends, lengths, table)
+    attended = _emit_attention(match, ctx, block, picks, ends, lengths, table)
+    ctx.editor.replace(match.anchor, _emit_values(match, ctx, attended))
+
+
+def _blocks(ctx: Context, cache: fx.Node, s: dict[str, int], block: int) -> fx.Node:
+    return ctx.editor.reshape(cache, [s["B"] * s["L"] // block, block, 1, shape(cache)[-1]])
+
+
+def _emit_indexer(match: Match, ctx: Context, block: int, ends: fx.Node, lengths: fx.Node, table: fx.Node) -> fx.Node:
+    s, call, reshape = sizes(match), ctx.editor.call, ctx.editor.reshape
+    tokens, heads, dim = s["B"] * s["S"], *shape(match["index_query"])[-2:]
+    chosen = call(
+        torch.ops.npu.npu_lightning_indexer.default,
+        reshape(match["index_query"], [tokens, heads, dim]),
+        _blocks(ctx, match["index_key"], s, block),
+        reshape(match["head_weight"], [tokens, heads]),
+        actual_seq_lengths_query=ends, actual_seq_lengths_key=lengths, block_table=table,
+        layout_query="TND", layout_key="PA_BSND", sparse_count=int(match["k"]), sparse_mode=3,
+    )
+    return call(operator.getitem, chosen, 0)
+
+
+def _emit_attention(match: Match, ctx: Context, block: int, picks: fx.Node, ends: fx.Node, lengths: fx.Node,
+                    table: fx.Node) -> fx.Node:
+    s, call, reshape = sizes(match), ctx.editor.call, ctx.editor.reshape
+    tokens, width = s["B"] * s["S"], s["nope"] + s["value"]
+    w_uk = derived(ctx.program, ctx.editor, "w_uk", [match["kv_b"]],
+                   f"w[0].reshape({s['N']}, {width}, {s['rank']})[:, :{s['nope']}]")
+    absorbed = call(aten.matmul.default, match["q_nope"], w_uk)
+    query, query_rope = (
+        reshape(call(aten.permute.default, q, [0, 2, 1, 3]), [tokens, s["N"], shape(q)[-1]])
+        for q in (absorbed, match["q_rope"])
+    )
+    latent = _blocks(ctx, match["latent"], s, block)
+    out = call(
+        torch.ops.npu.npu_sparse_flash_attention.default,
+        query, latent, latent, picks, float(match["scale"]),
+        block_table=table, actual_seq_lengths_query=ends, actual_seq_lengths_kv=lengths,
+        query_rope=query_rope, key_rope=_blocks(ctx, match["rope"], s, block), sparse_block_size=1,
+        layout_query="TND", layout_kv="PA_BSND", sparse_mode=3, attention_mode=2,
+    )
+    return call(operator.getitem, out, 0)
+
+
+def _emit_values(match: Match, ctx: Context, attended: fx.Node) -> fx.Node:
+    """[T, N, 512] · W_UV [N, 512, Dv] in the layout of the attention that is replaced: [B, N, S, Dv]."""
+    s, call = sizes(match), ctx.editor.call
+    width = s["nope"] + s["value"]
+    recipe = f"w[0].reshape({s['N']}, {width}, {s['rank']})[:, {s['nope']}:].transpose(1, 2)"
+    perms = {"perm_x1": [1, 0, 2], "perm_x2": [0, 1, 2], "perm_y": [1, 0, 2]}
+    fakes = (attended.meta["val"], preview(ctx.editor, [match["kv_b"]], recipe))
+    refused = illegal("npu_transpose_batchmatmul", fakes, perms, match.anchor, ctx)
+    w_uv = derived(ctx.program, ctx.editor, "w_uv", [match["kv_b"]], recipe)
+    if refused is None:
+        values = call(torch.ops.npu.npu_transpose_batchmatmul.default, attended, w_uv, **perms)
+    else:
+        per_head = call(aten.matmul.default, call(aten.permute.default, attended, [1, 0, 2]), w_uv)
+        values = call(aten.permute.default, per_head, [1, 0, 2])
+    values = ctx.editor.reshape(values, [s["B"], s["S"], s["N"], s["value"]])
+    return call(aten.permute.default, values, [0, 2, 1, 3])
+
+
+RULE = Rule(
+    name="sparse_flash_attention",
+    equation="softmax(topk_mask(q [W_UK c; r]^T)) (W_UV c) -> lightning_indexer + sparse_flash_attention(q W_UK, c, r) W_UV",
+    pattern=PATTERN,
+    check=check,
+    rewrite=rewrite,
+    kernel="npu_sparse_flash_attention",
+    near=6,
+)

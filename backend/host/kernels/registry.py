@@ -1,0 +1,103 @@
+"""Registration of the CPU kernels with PyTorch's dispatcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+import torch_npu
+
+from ....fusion_rules.contracts import PRODUCTS, demand
+from ..standin.cann import find_cann
+from .add_rms_norm import npu_add_rms_norm
+from .grouped_matmul import npu_grouped_matmul
+from .interleave_rope import npu_interleave_rope
+from .lightning_indexer import npu_lightning_indexer
+from .mla_prolog_v3 import npu_mla_prolog_v3, npu_mla_prolog_v3_functional
+from .moe_finalize_routing import npu_moe_finalize_routing
+from .moe_gating_top_k import npu_moe_gating_top_k
+from .moe_init_routing_v2 import npu_moe_init_routing_v2
+from .prefetch import npu_prefetch
+from .rms_norm import npu_rms_norm
+from .rotary_mul import npu_rotary_mul
+from .scatter_nd_update import npu_scatter_nd_update, npu_scatter_nd_update_
+from .sparse_flash_attention import npu_sparse_flash_attention
+from .swiglu import npu_swiglu
+from .transpose_batchmatmul import npu_transpose_batchmatmul
+
+Kernel = Callable[..., Any]
+
+KERNELS: tuple[Kernel, ...] = (
+    npu_add_rms_norm,
+    npu_grouped_matmul,
+    npu_interleave_rope,
+    npu_lightning_indexer,
+    npu_mla_prolog_v3,
+    npu_mla_prolog_v3_functional,
+    npu_moe_finalize_routing,
+    npu_moe_gating_top_k,
+    npu_moe_init_routing_v2,
+    npu_prefetch,
+    npu_rms_norm,
+    npu_rotary_mul,
+    npu_scatter_nd_update,
+    npu_scatter_nd_update_,
+    npu_sparse_flash_attention,
+    npu_swiglu,
+    npu_transpose_batchmatmul,
+)
+"""The function's name is the op's name."""
+
+
+class KernelsUnavailable(RuntimeError):
+    """The CPU kernels must not be registered here."""
+
+
+class _Registration:
+    """The process's one registration: PyTorch drops kernels when their Library object dies."""
+
+    library: torch.library.Library | None = None
+    product: str = "atlas-a3"
+
+
+def register(product: str = "atlas-a3") -> None:
+    """Register every kernel for the CPU dispatch key of the `npu` library; later calls only set the product.
+
+    `product` is the one whose contracts the kernels enforce. Raises `KernelsUnavailable` on a machine with an NPU or
+    with CANN, ValueError for an unknown product.
+    """
+    if product not in PRODUCTS:
+        raise ValueError(f"unknown product {product!r}; known: {', '.join(PRODUCTS)}")
+    if _Registration.library is None:
+        _refuse_on_device()
+        library = torch.library.Library("npu", "IMPL", "CPU")
+        for kernel in KERNELS:
+            library.impl(kernel.__name__, _guarded(kernel))
+        _Registration.library = library
+    _Registration.product = product
+
+
+def registered_product() -> str | None:
+    """The product whose contracts the kernels enforce, or None before `register`."""
+    return _Registration.product if _Registration.library is not None else None
+
+
+def _refuse_on_device() -> None:
+    if torch_npu.npu.is_available():
+        raise KernelsUnavailable("this machine has an NPU: the device runs the npu ops, CPU kernels are for hosts only")
+    cann = find_cann()
+    if cann is not None:
+        raise KernelsUnavailable(f"CANN is installed ({cann.library}): CPU kernels are for machines without it")
+
+
+def _guarded(kernel: Kernel) -> Kernel:
+    """`kernel` behind the contract of its op."""
+
+    @wraps(kernel)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        demand(kernel.__name__, args, kwargs, _Registration.product, host=True)
+        return kernel(*args, **kwargs)
+
+    return guarded

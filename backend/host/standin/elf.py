@@ -92,7 +92,10 @@ class SharedObject:
         return found
 
     def defines(self, names: set[str]) -> set[str]:
-        """Those of `names` which this object exports. By hash table where there is one (libtorch_cpu has 75,000)."""
+        """Those of `names` which this object exports; by hash table where it has one.
+
+        libtorch_cpu has 75,000 symbols: reading them all takes 3 s, looking 2,000 up takes 0.1 s.
+        """
         for section in self._elf.iter_sections():
             if isinstance(section, (GNUHashSection, ELFHashSection)):
                 hits = ((name, section.get_symbol(name)) for name in names)

@@ -1,0 +1,222 @@
+"""A GE graph made ready to run: ops in order, kernels chosen, constants computed, life times known."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cannopy.backend.host.engine import proto
+from cannopy.backend.host.ge_ops.op import Kernel, Op, OpError
+from cannopy.backend.host.ge_ops.table import OPS, REF_OUTPUTS
+
+Tensor = torch.Tensor
+GRAPH_INPUTS = frozenset({"Data", "RefData"})
+CONSTANTS = frozenset({"Const", "Constant"})
+ORDER_ONLY = frozenset({"NoOp", "Cmo"})
+"""Ops without a value on the host: Cmo is an L2 prefetch."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One op to run: ``kernel`` over the values in ``slots`` (-1: None) into ``outs``; ``free`` are the slots that
+    nobody reads afterwards; ``expect`` the declared (shape, dtype) per output."""
+
+    op: Op
+    kernel: Kernel
+    slots: tuple[int, ...]
+    outs: tuple[int, ...]
+    free: tuple[int, ...]
+    expect: tuple[tuple[tuple[int, ...] | None, torch.dtype | None], ...]
+
+
+@dataclass
+class Plan:
+    """What `build` makes of a graph. ``inputs`` is (graph input index, slot); ``outputs`` the slots of NetOutput's
+    data inputs; ``initial`` the values at the start of a run (constants and what depends on constants only)."""
+
+    steps: list[Step] = field(default_factory=list)
+    inputs: list[tuple[int, int]] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    initial: list[Tensor | None] = field(default_factory=list)
+
+
+def order(ops: Sequence[Any]) -> list[int]:
+    """Positions of ``ops`` in an order that respects data and control edges, the graph's own where it is free.
+
+    Raises OpError when an edge comes from an op that the graph does not have, or for a cycle.
+    """
+    position = {op.name: i for i, op in enumerate(ops)}
+    users: list[list[int]] = [[] for _ in ops]
+    waiting = [0] * len(ops)
+    for i, op in enumerate(ops):
+        data, control = proto.edges(op)
+        for edge in {e.source for e in (*data, *control) if e is not None}:
+            if edge not in position:
+                raise OpError(f"GE op {op.type} {op.name!r}: its input {edge!r} is not in the graph")
+            users[position[edge]].append(i)
+            waiting[i] += 1
+    ready = [i for i, n in enumerate(waiting) if n == 0]
+    done: list[int] = []
+    while ready:
+        i = heapq.heappop(ready)
+        done.append(i)
+        for user in users[i]:
+            waiting[user] -= 1
+            if waiting[user] == 0:
+                heapq.heappush(ready, user)
+    if len(done) != len(ops):
+        stuck = ", ".join(ops[i].name for i, n in enumerate(waiting) if n > 0)
+        raise OpError(f"the GE graph has a cycle through: {stuck}")
+    return done
+
+
+class _Builder:
+    def __init__(self, graph: Any) -> None:
+        self.plan = Plan()
+        self.slot_of: dict[tuple[str, int], int] = {}
+        self.known: dict[int, Tensor] = {}
+        self.pending: list[tuple[Op, Kernel, tuple[int, ...], tuple[int, ...], Any]] = []
+        self.ops = list(graph.op)
+
+    def run(self) -> Plan:
+        for i in order(self.ops):
+            self._add(self.ops[i])
+        self._finish()
+        return self.plan
+
+    def _new_slot(self, name: str, index: int) -> int:
+        slot = len(self.plan.initial)
+        self.plan.initial.append(None)
+        self.slot_of[(name, index)] = slot
+        return slot
+
+    def _slots(self, op: Any) -> tuple[int, ...]:
+        data, _ = proto.edges(op)
+        slots: list[int] = []
+        for edge in data:
+            if edge is None:
+                slots.append(-1)
+            elif (edge.source, edge.index) in self.slot_of:
+                slots.append(self.slot_of[(edge.source, edge.index)])
+            else:
+                raise OpError(f"GE op {op.type} {op.name!r}: {edge.source!r} has no output {edge.index}")
+        return tuple(slots)
+
+    def _add(self, op: Any) -> None:
+        if op.type in GRAPH_INPUTS:
+            self.plan.inputs.append((int(op.attr["index"].i), self._new_slot(op.name, 0)))
+        elif op.type in CONSTANTS:
+            self._know(self._new_slot(op.name, 0), proto.constant(op))
+        elif op.type == "NetOutput":
+            self.plan.outputs = list(self._slots(op))
+        elif op.type not in ORDER_ONLY:
+            self._add_kernel(op)
+
+    def _know(self, slot: int, value: Tensor) -> None:
+        self.known[slot] = value
+        self.plan.initial[slot] = value
+
+    def _add_kernel(self, op: Any) -> None:
+        slots = self._slots(op)
+        expect = tuple(proto.expected_output(d) for d in op.output_desc)
+        view = Op(
+            type=op.type,
+            name=op.name,
+            inputs=tuple(d.name for d in op.input_desc),
+            attrs=op.attr,
+            consts={i: self.known[s] for i, s in enumerate(slots) if s in self.known},
+            out_dtypes=tuple(d for _, d in expect),
+            out_shapes=tuple(s for s, _ in expect),
+            origin=proto.fx_name(op),
+        )
+        if op.type not in OPS:
+            raise view.error("the host engine does not know this type; add it to backend/host/ge_ops/table.py")
+        kernel = OPS[op.type](view)
+        outs = tuple(self._new_slot(op.name, i) for i in range(max(1, len(op.output_desc))))
+        foldable = all(s < 0 or s in self.known for s in slots) and op.type not in REF_OUTPUTS
+        if foldable:
+            for slot, value in zip(outs, run_kernel(view, kernel, slots, self.plan.initial, expect), strict=False):
+                if value is not None:
+                    self._know(slot, value)
+            return
+        if op.type in REF_OUTPUTS:
+            kernel = _on_own_constants(kernel, slots, self.known)
+        self.pending.append((view, kernel, slots, outs, expect))
+
+    def _finish(self) -> None:
+        last: dict[int, int] = {}
+        for i, (_, _, slots, outs, _) in enumerate(self.pending):
+            last.update((s, i) for s in (*slots, *outs) if s >= 0)
+        kept = set(self.plan.outputs) | set(self.known)
+        free: list[list[int]] = [[] for _ in self.pending]
+        for slot, i in last.items():
+            if slot not in kept:
+                free[i].append(slot)
+        for (op, kernel, slots, outs, expect), dead in zip(self.pending, free, strict=True):
+            self.plan.steps.append(Step(op, kernel, slots, outs, tuple(dead), expect))
+
+
+def _on_own_constants(kernel: Kernel, slots: tuple[int, ...], known: dict[int, Tensor]) -> Kernel:
+    """``kernel`` of an op that writes its inputs, on copies of those that are constants."""
+    constant = [i for i, s in enumerate(slots) if s in known]
+    if not constant:
+        return kernel
+
+    def on_copies(*args: Any) -> Any:
+        own = list(args)
+        for i in constant:
+            own[i] = own[i].clone()
+        return kernel(*own)
+
+    return on_copies
+
+
+def run_kernel(
+    op: Op,
+    kernel: Kernel,
+    slots: Sequence[int],
+    values: Sequence[Tensor | None],
+    expect: Sequence[tuple[tuple[int, ...] | None, torch.dtype | None]],
+) -> Sequence[Tensor | None]:
+    """The outputs of one op, checked against what the graph declares. OpError names the op on any failure."""
+    args = [values[s] if s >= 0 else None for s in slots]
+    try:
+        result = kernel(*args)
+    except OpError:
+        raise
+    except Exception as e:
+        raise op.error(f"{type(e).__name__}: {e} (inputs: {describe(op, args)})") from e
+    outputs: Sequence[Tensor | None]
+    if isinstance(result, torch.Tensor):
+        outputs = (result,)
+    else:
+        outputs = () if result is None else result
+    for i, ((shape, dtype), value) in enumerate(zip(expect, outputs, strict=False)):
+        if value is None:
+            continue
+        if (shape is not None and value.shape != shape) or (dtype is not None and value.dtype != dtype):
+            raise op.error(
+                f"output {i} is {value.dtype} {list(value.shape)}, the graph declares {dtype} "
+                f"{'a symbolic shape' if shape is None else list(shape)}"
+            )
+    return outputs
+
+
+def describe(op: Op, args: Sequence[Tensor | None]) -> str:
+    """``name: dtype [shape]`` of each input, for messages."""
+    names = list(op.inputs) + [f"#{i}" for i in range(len(op.inputs), len(args))]
+    return ", ".join(
+        f"{n}: none" if a is None else f"{n}: {a.dtype} {list(a.shape)}" for n, a in zip(names, args, strict=False)
+    )
+
+
+def build(graph: Any) -> Plan:
+    """The plan of a GE graph (torchair's GraphDef or GeGraph). OpError for anything the engine cannot run."""
+    return _Builder(graph).run()
+
+
+Clock = Callable[[], float]

@@ -1,0 +1,123 @@
+"""Writes by index. The types in `REF_OUTPUTS` write their first input, the others give a new tensor."""
+
+from __future__ import annotations
+
+import torch
+
+from cannopy.backend.host.ge_ops.op import Builder, Kernel, Op, Tensor, host_ints
+
+REF_OUTPUTS: dict[str, dict[int, int]] = {
+    "Assign": {0: 0},
+    "InplaceIndexAdd": {0: 0},
+    "IndexPutV2": {0: 0},
+    "InplaceUpdate": {0: 0},
+    "Scatter": {0: 0},
+    "ScatterNdAdd": {0: 0},
+    "ScatterNdUpdate": {0: 0},
+    "ScatterUpdate": {0: 0},
+}
+"""Output -> input that it is the memory of."""
+
+
+def assign(op: Op) -> Kernel:
+    """ref = value, in ref's memory."""
+    return lambda ref, value: ref.copy_(value)
+
+
+def scatter_elements(op: Op) -> Kernel:
+    """aten.scatter along ``axis``; ``reduction`` none, add or mul."""
+    axis, reduction = op.int("axis", 0), op.str("reduction", "none")
+    if reduction == "none":
+        return lambda data, indices, updates: torch.scatter(data, axis, indices.to(torch.int64), updates)
+    if reduction == "add":
+        return lambda data, indices, updates: torch.scatter_add(data, axis, indices.to(torch.int64), updates)
+    if reduction == "mul":
+        return lambda data, indices, updates: torch.scatter_reduce(
+            data, axis, indices.to(torch.int64), updates, "prod"
+        )
+    raise op.error(f"reduction is {reduction!r}, expected none, add or mul")
+
+
+def _places(op: Op, var: Tensor, indices: Tensor) -> tuple[Tensor, ...]:
+    places = tuple(indices.to(torch.int64).unbind(-1))
+    for axis, place in enumerate(places):
+        if place.numel() and not 0 <= int(place.min()) <= int(place.max()) < var.shape[axis]:
+            raise op.error(f"an index on axis {axis} is outside 0 … {var.shape[axis] - 1}")
+    return places
+
+
+def scatter_nd(op: Op, *, in_place: bool, accumulate: bool) -> Kernel:
+    """var[indices[…, 0], …] = (or +=) updates. OpError for an index outside var, negative ones included."""
+
+    def kernel(var: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+        target = var if in_place else var.clone()
+        return target.index_put_(_places(op, target, indices), updates, accumulate=accumulate)
+
+    return kernel
+
+
+def scatter(op: Op) -> Kernel:
+    """npu.scatter_update: row b of ``updates`` goes to var[b], from position indices[b] on along ``axis``."""
+    reduce, axis = op.str("reduce", "update"), op.int("axis", 0)
+    if reduce != "update":
+        raise op.error(f"reduce is {reduce!r}, only update is known to the host engine")
+
+    def kernel(var: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+        dim = axis % var.dim()
+        for b, start in enumerate(indices.reshape(-1).tolist()):
+            length = updates.shape[dim]
+            if not 0 <= start <= var.shape[dim] - length:
+                raise op.error(f"positions {start} … {start + length - 1} are outside axis {dim} of {list(var.shape)}")
+            var[b].narrow(dim - 1, start, length).copy_(updates[b])
+        return var
+
+    return kernel
+
+
+def scatter_rows(op: Op) -> Kernel:
+    """var[indices] = updates along axis 0 (ScatterUpdate, InplaceUpdate)."""
+    return lambda var, indices, updates: var.index_copy_(0, indices.reshape(-1).to(torch.int64), updates)
+
+
+def index_add(op: Op) -> Kernel:
+    """var[indices] += alpha * updates along ``axis``."""
+    axis = op.int("axis", 0)
+
+    def kernel(var: Tensor, indices: Tensor, updates: Tensor, alpha: Tensor | None = None) -> Tensor:
+        factor = 1 if alpha is None else alpha.item()
+        return var.index_add_(axis, indices.to(torch.int64), updates, alpha=factor)
+
+    return kernel
+
+
+def index_put(op: Op) -> Kernel:
+    """x[indices] = (or +=) value; ``indexed_sizes`` has a 1 for each axis that is indexed, 0 for the others."""
+    accumulate, parts = op.bool("accumulate", False), op.span("indices")
+
+    def kernel(*args: Tensor) -> Tensor:
+        mask = host_ints(op, 2, args[2])
+        rest = iter(args[parts])
+        places = tuple(next(rest) if m else slice(None) for m in mask)
+        x, value = args[0], args[1]
+        if accumulate:
+            where = [p if isinstance(p, Tensor) else None for p in places]
+            return torch.ops.aten.index_put_(x, where, value, True)  # type: ignore[no-any-return]
+        x[places] = value
+        return x
+
+    return kernel
+
+
+OPS: dict[str, Builder] = {
+    "Assign": assign,
+    "IndexPutV2": index_put,
+    "InplaceIndexAdd": index_add,
+    "InplaceUpdate": scatter_rows,
+    "Scatter": scatter,
+    "ScatterElements": scatter_elements,
+    "ScatterNdAdd": lambda op: scatter_nd(op, in_place=True, accumulate=True),
+    "ScatterNdUpdate": lambda op: scatter_nd(op, in_place=True, accumulate=False),
+    "ScatterUpdate": scatter_rows,
+    "TensorScatterAdd": lambda op: scatter_nd(op, in_place=False, accumulate=True),
+    "TensorScatterUpdate": lambda op: scatter_nd(op, in_place=False, accumulate=False),
+}

@@ -1,0 +1,34 @@
+"""Every GE type that the host engine runs, and which of them write an input."""
+
+from __future__ import annotations
+
+from cannopy.backend.host.ge_ops import (
+    binary,
+    fused_norm,
+    index,
+    matmul,
+    norm,
+    reduce,
+    scatter,
+    shape,
+    unary,
+)
+from cannopy.backend.host.ge_ops.op import Builder
+
+_FAMILIES = (unary, binary, reduce, shape, index, scatter, matmul, norm, fused_norm)
+
+
+def _merged() -> dict[str, Builder]:
+    merged: dict[str, Builder] = {}
+    for family in _FAMILIES:
+        twice = merged.keys() & family.OPS.keys()
+        if twice:
+            raise AssertionError(f"GE types with two functions: {sorted(twice)}")
+        merged.update(family.OPS)
+    return merged
+
+
+OPS: dict[str, Builder] = _merged()
+
+REF_OUTPUTS: dict[str, dict[int, int]] = {**scatter.REF_OUTPUTS}
+"""GE type -> output -> input whose memory it is."""

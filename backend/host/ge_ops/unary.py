@@ -1,0 +1,142 @@
+"""Elementwise ops of one input: y = f(x), computed in x's dtype (fp32 inside for half precision, rounded once)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+from cannopy.backend.host.ge_ops.op import Builder, Kernel, Op, Tensor
+
+
+def plain(fn: Callable[[Tensor], Tensor]) -> Builder:
+    """A type without attributes."""
+    return lambda op: fn
+
+
+def exp(op: Op) -> Kernel:
+    """y = base ** (scale * x + shift); base -1 stands for e."""
+    base, scale, shift = op.float("base", -1.0), op.float("scale", 1.0), op.float("shift", 0.0)
+    if (base, scale, shift) == (-1.0, 1.0, 0.0):
+        return torch.exp
+    if base == -1.0:
+        return lambda x: torch.exp(x.float() * scale + shift).to(x.dtype)
+    return lambda x: torch.pow(base, x.float() * scale + shift).to(x.dtype)
+
+
+def log(op: Op) -> Kernel:
+    """y = log_base(scale * x + shift); base -1 stands for e."""
+    base, scale, shift = op.float("base", -1.0), op.float("scale", 1.0), op.float("shift", 0.0)
+    if (scale, shift) != (1.0, 0.0):
+        raise op.error(f"scale {scale} and shift {shift} are not known to the host engine, only 1 and 0")
+    known: dict[float, Callable[[Tensor], Tensor]] = {-1.0: torch.log, 2.0: torch.log2, 10.0: torch.log10}
+    if base not in known:
+        raise op.error(f"base {base} is not known to the host engine, only e (-1), 2 and 10")
+    return known[base]
+
+
+def gelu(op: Op) -> Kernel:
+    """The tanh form: that is what the GE op Gelu computes, whichever form ATen asked for."""
+    return lambda x: functional.gelu(x, approximate="tanh")
+
+
+def gelu_v2(op: Op) -> Kernel:
+    """Attribute ``approximate``: none or tanh."""
+    approximate = op.str("approximate", "none")
+    if approximate not in {"none", "tanh"}:
+        raise op.error(f"approximate is {approximate!r}, expected none or tanh")
+    return lambda x: functional.gelu(x, approximate=approximate)
+
+
+def fast_gelu(op: Op) -> Kernel:
+    """y = x * sigmoid(1.702 x)."""
+    return lambda x: (x.float() * torch.sigmoid(1.702 * x.float())).to(x.dtype)
+
+
+def swish(op: Op) -> Kernel:
+    """y = x * sigmoid(scale * x)."""
+    scale = op.float("scale", 1.0)
+    if scale == 1.0:
+        return functional.silu
+    return lambda x: (x.float() * torch.sigmoid(scale * x.float())).to(x.dtype)
+
+
+def leaky_relu(op: Op) -> Kernel:
+    """y = x where x > 0, else negative_slope * x."""
+    slope = op.float("negative_slope", 0.0)
+    return lambda x: functional.leaky_relu(x, slope)
+
+
+def scalar(fn: Callable[[Tensor, float], Tensor]) -> Builder:
+    """A type with a number in attribute ``value``: y = fn(x, value)."""
+
+    def build(op: Op) -> Kernel:
+        value = op.float("value", 0.0)
+        return lambda x: fn(x, value)
+
+    return build
+
+
+def cast(op: Op) -> Kernel:
+    """Convert to ``dst_type``; floats to integers toward zero, anything to bool as x != 0."""
+    dtype = op.dtype("dst_type")
+    return lambda x: x.to(dtype)
+
+
+OPS: dict[str, Builder] = {
+    **{
+        name: plain(fn)
+        for name, fn in {
+            "Abs": torch.abs,
+            "Acos": torch.acos,
+            "Asin": torch.asin,
+            "Atan": torch.atan,
+            "Ceil": torch.ceil,
+            "Cos": torch.cos,
+            "Cosh": torch.cosh,
+            "Erf": torch.erf,
+            "Erfc": torch.erfc,
+            "Expm1": torch.expm1,
+            "Floor": torch.floor,
+            "Inv": torch.reciprocal,
+            "Invert": torch.bitwise_not,
+            "IsFinite": torch.isfinite,
+            "IsInf": torch.isinf,
+            "IsNan": torch.isnan,
+            "Log1p": torch.log1p,
+            "LogicalNot": torch.logical_not,
+            "BitwiseNot": torch.bitwise_not,
+            "Neg": torch.neg,
+            "Reciprocal": torch.reciprocal,
+            "Relu": torch.relu,
+            "Rint": torch.round,
+            "Round": torch.round,
+            "Rsqrt": torch.rsqrt,
+            "Sigmoid": torch.sigmoid,
+            "Sign": torch.sign,
+            "Silu": functional.silu,
+            "Sin": torch.sin,
+            "Sinh": torch.sinh,
+            "Softplus": functional.softplus,
+            "Sqrt": torch.sqrt,
+            "Square": torch.square,
+            "Tan": torch.tan,
+            "Tanh": torch.tanh,
+            "Trunc": torch.trunc,
+            "ZerosLike": torch.zeros_like,
+            "OnesLike": torch.ones_like,
+        }.items()
+    },
+    "Adds": scalar(torch.add),
+    "Cast": cast,
+    "Exp": exp,
+    "FastGelu": fast_gelu,
+    "FastGeluV2": fast_gelu,
+    "Gelu": gelu,
+    "GeluV2": gelu_v2,
+    "LeakyRelu": leaky_relu,
+    "Log": log,
+    "Muls": scalar(torch.mul),
+    "Swish": swish,
+}

@@ -1,0 +1,158 @@
+"""Captures one method call of a plain ``nn.Module`` as a functional ATen graph with bindings: a `Program`."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._dynamo.exc import TorchDynamoException
+
+from ..fx_passes.program import InputSpec, Program
+from . import dynamo, failures, provenance, sdpa
+from .bindings import Binder, call_constants
+from .errors import CaptureError
+from .results import describe
+
+_ASSERTS = frozenset(
+    {
+        torch.ops.aten._assert_tensor_metadata.default,
+        torch.ops.aten._assert_async.msg,
+        torch.ops.aten._assert_async.default,
+        torch.ops.aten._assert_scalar.default,
+        torch.ops.aten._functional_assert_async.msg,
+        torch.ops.aten._functional_assert_scalar.default,
+        torch.ops.aten.sym_constrain_range_for_size.default,
+        torch.ops.aten.sym_constrain_range.default,
+    }
+)
+
+
+def capture(
+    model: nn.Module, method: str = "forward", args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+) -> Program:
+    """The graph of ``getattr(model, method)(*args, **kwargs)``.
+
+    Nothing is computed, and neither the user's objects nor Dynamo's caches change. Shapes, strides, dtypes and
+    Python values are those of this call. Static caches must be initialised (`bindings.prepare_state`).
+
+    Returns:
+        A program with ``facts``: ``method``; ``training``; ``constants`` {path: value} of the arguments that are no
+        tensors; ``call`` {"args": number of positional arguments, "kwargs": their names}; ``captured_nodes``.
+
+    Raises:
+        CaptureError: no single functional graph stands for this call; names the source line and the usual cure.
+    """
+    bound, kwargs = _bound_method(model, method), dict(kwargs or {})
+    try:
+        trace = dynamo.trace(bound, args, kwargs)
+    except TorchDynamoException as e:
+        raise failures.from_dynamo(e) from e
+    if trace is None:
+        raise CaptureError(f"{type(model).__name__}.{method} does no tensor operation: there is nothing to compile")
+    failures.check_effects(trace.effects)
+    failures.check_static(trace.gm.graph)
+    binder = Binder(bound, args, kwargs)
+    bounds = [binder.bind(s, t) for s, t in zip(trace.sources, trace.example_inputs, strict=True)]
+    paths = [str(b.path) for b in bounds]
+    sdpa.rewrite(trace.gm.graph)
+    trace.gm.recompile()
+    lowered = _lower(trace)
+    _check_inputs(lowered, trace, paths)
+    output, kept = describe(trace, lowered.metadata, paths, (model, args, kwargs))
+    gm = _finish(lowered.gm, kept, paths)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    mutated = {
+        n.args[0] for n in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    } & set(placeholders)
+    inputs = [
+        InputSpec(node.name, b.kind, path, tuple(t.shape), tuple(t.stride()), t.dtype, mutated=node in mutated)
+        for node, b, path, t in zip(placeholders, bounds, paths, trace.example_inputs, strict=True)
+    ]
+    facts: dict[str, Any] = {
+        "method": method,
+        "training": model.training,
+        "constants": call_constants(args, kwargs),
+        "call": {"args": len(args), "kwargs": sorted(kwargs)},
+        "captured_nodes": sum(n.op == "call_function" for n in gm.graph.nodes),
+    }
+    return Program(gm, inputs, output, facts=facts)
+
+
+def _bound_method(model: nn.Module, method: str) -> MethodType:
+    found = getattr(model, method, None)
+    # A decorator may hide the bound method behind functools.partial or a callable object.
+    if not isinstance(found, MethodType) or found.__self__ is not model:
+        raise CaptureError(
+            f"{type(model).__name__}.{method} is not a method of the model but {type(found).__name__}",
+            remedy="name a plain method; undo wrappers such as torch.compile or a patched forward",
+        )
+    return found
+
+
+def _lower(trace: dynamo.Trace) -> dynamo.Lowered:
+    try:
+        return dynamo.lower(trace)
+    except Exception as e:  # AOTAutograd raises what the operators' fake kernels raise: any class
+        raise failures.from_aot(e) from e
+
+
+def _check_inputs(lowered: dynamo.Lowered, trace: dynamo.Trace, paths: list[str]) -> None:
+    """Refuses mutations that one ``copy_`` per input cannot express."""
+    if len(lowered.gm.graph.find_nodes(op="placeholder")) != len(paths) or lowered.metadata.mutated_inp_runtime_indices:
+        shared = _sharing_storage(trace.example_inputs, paths)
+        raise CaptureError(
+            "the method mutates a tensor that overlaps another input in memory: " + (", ".join(shared) or "unknown"),
+            remedy="give the model separate tensors, or reach the memory through one of them only",
+        )
+    for info, path in zip(lowered.metadata.input_info, paths, strict=True):
+        if info.mutates_metadata or info.mutates_storage_metadata:
+            raise CaptureError(
+                f"the method changes shape, stride or storage of {path} in place",
+                remedy="copy into it instead: copy_, index_copy_",
+            )
+
+
+def _sharing_storage(tensors: list[torch.Tensor], paths: list[str]) -> list[str]:
+    by_storage: dict[int, list[str]] = {}
+    for tensor, path in zip(tensors, paths, strict=True):
+        by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(path)
+    return [path for group in by_storage.values() if len(group) > 1 for path in group]
+
+
+def _finish(lowered: fx.GraphModule, kept: list[int], paths: list[str]) -> fx.GraphModule:
+    """A copy of AOT's graph with the outputs ``kept``, no asserts, annotated nodes and no random numbers.
+
+    Placeholders are named after their paths: ``kwargs['cache'].layers[0].keys`` → ``kwargs_cache_layers_0_keys``.
+    """
+    graph = copy.deepcopy(lowered.graph)
+    for node, path in zip(graph.find_nodes(op="placeholder"), paths, strict=True):
+        node._rename(re.sub(r"\W+", "_", path).strip("_"))
+        node.target = node.name
+    output = graph.output_node()
+    values = output.args[0]
+    assert isinstance(values, list | tuple)
+    output.args = (tuple(values[i] for i in kept),)
+    for node in list(graph.nodes):
+        if node.target in _ASSERTS:
+            graph.erase_node(node)
+    provenance.annotate(graph)
+    output.meta = {"val": tuple(n.meta["val"] for n in output.args[0] if isinstance(n, fx.Node))}
+    graph.eliminate_dead_code()
+    for node in graph.nodes:
+        _refuse_randomness(node)
+    graph.lint()
+    return fx.GraphModule(lowered, graph, class_name="Captured")
+
+
+def _refuse_randomness(node: fx.Node) -> None:
+    if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+        raise CaptureError.at(
+            provenance.of_node(node),
+            f"{node.target} draws random numbers, which a compiled graph would not repeat as eager does",
+            "call model.eval(), set dropout and router noise to 0, or pass the random tensor as an argument",
+        )

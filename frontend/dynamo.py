@@ -1,0 +1,219 @@
+"""Tracing with Dynamo and AOTAutograd, nothing run and nothing left behind.
+
+This is the only module of the frontend that leans on torch internals whose shape differs between versions.
+`trace` calls the tracer below ``torch.compile``: no code object gets a cache entry, no entry appears in Dynamo's code
+maps, and the names that Dynamo installs into the globals of the traced function land in a copy of them.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch._dynamo.config as dynamo_config
+import torch._functorch.config as functorch_config
+from torch import fx
+from torch._dynamo import convert_frame
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.utils import get_metrics_context
+from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+from torch._guards import CompileContext, TracingContext, compile_context, tracing
+
+_SETTINGS: dict[str, Any] = {
+    "assume_static_by_default": True,
+    "automatic_dynamic_shapes": False,
+    "specialize_int": True,
+    "specialize_float": True,
+    "capture_scalar_outputs": False,
+    "capture_dynamic_output_shape_ops": False,
+    "install_free_tensors": False,
+    "replay_side_effects": True,
+    "side_effect_replay_policy": "info",
+    "suppress_errors": False,
+    "verbose": False,
+}
+"""Dynamo settings of a capture, whatever the user's process has set: static shapes, no unbacked sizes, every
+parameter an input of the graph, user stacks of side effects recorded."""
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A Python object of the caller that the method changes: Dynamo's expression for it (or its type's name), the
+    attributes that it assigns (empty when the object's own value changes: a list, a dict) and the user's stack."""
+
+    owner: str
+    attributes: tuple[str, ...]
+    stack: Sequence[traceback.FrameSummary]
+
+
+def _effects(side_effects: Any) -> list[Effect]:
+    found = []
+    for variable in side_effects._get_modified_vars():
+        if not isinstance(variable.mutation_type, AttributeMutationExisting | ValueMutationExisting):
+            continue
+        assigned = side_effects.store_attr_mutations.get(variable, {})
+        changed = tuple(name for name, value in assigned.items() if not _restored(variable, name, value))
+        if assigned and not changed and not variable.is_base_vt_modified(side_effects):
+            continue
+        owner = _source_name(variable.source) if variable.source is not None else variable.python_type_name()
+        stacks = side_effects.mutation_user_stacks.get(variable) or [()]
+        found.append(Effect(owner, changed, stacks[-1]))
+    return found
+
+
+def _restored(variable: Any, name: str, value: Any) -> bool:
+    """Whether an attribute ends with the constant that it has now (flags that a context manager sets and resets)."""
+    if not isinstance(variable, UserDefinedObjectVariable) or not value.is_python_constant():
+        return False
+    try:
+        before = inspect.getattr_static(variable.value, name)
+    except AttributeError:
+        return False
+    after = value.as_python_constant()
+    return type(before) is type(after) and bool(before == after)
+
+
+@dataclass
+class Trace:
+    """One Dynamo graph. Entry i of ``sources`` and ``example_inputs`` belongs to placeholder i.
+
+    ``sources`` are Dynamo's expressions (``L['self']._modules['lm_head']._parameters['weight']``);
+    ``example_inputs`` are the user's own tensors.
+    """
+
+    gm: fx.GraphModule
+    example_inputs: list[torch.Tensor]
+    sources: list[str]
+    context: TracingContext
+    effects: list[Effect]
+    locals: dict[str, Any]
+    _rebuild: Callable[[Sequence[torch.Tensor]], Any]
+
+    def rebuild(self, outputs: Sequence[torch.Tensor]) -> Any:
+        """The method's result, built by Dynamo's bytecode around ``outputs`` in place of the graph's outputs."""
+        return self._rebuild(outputs)
+
+
+@dataclass
+class Lowered:
+    """An inference graph of AOTAutograd with ``copy_`` for each mutated input, and AOT's alias analysis."""
+
+    gm: fx.GraphModule
+    metadata: Any
+
+
+@dataclass
+class _Backend:
+    """Receives Dynamo's graph. Returns it as is: nothing calls it."""
+
+    gm: fx.GraphModule | None = None
+    example_inputs: list[torch.Tensor] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    context: TracingContext | None = None
+    effects: list[Effect] = field(default_factory=list)
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: list[torch.Tensor]) -> fx.GraphModule:
+        # Dynamo drops `grapharg` and its record of side effects as soon as the backend returns.
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        self.sources = [_source_name(n.meta["grapharg"].source) for n in placeholders]
+        self.effects = _effects(InstructionTranslator.current_tx().output.side_effects)
+        self.gm, self.example_inputs, self.context = gm, list(example_inputs), TracingContext.get()
+        return gm
+
+
+def _source_name(source: Any) -> str:
+    # A method up to torch 2.9, a property afterwards.
+    name = source.name
+    return str(name() if callable(name) else name)
+
+
+@contextmanager
+def _quiet_tracing() -> Iterator[None]:
+    with ExitStack() as stack:
+        # Restored on exit. The lru_cache note is about wrappers that Dynamo inlines, which loses nothing here.
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message=r"(?s)Dynamo detected a call to a `functools.lru_cache`")
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(dynamo_config.patch(**{k: v for k, v in _SETTINGS.items() if hasattr(dynamo_config, k)}))
+        stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
+        yield
+
+
+def frame_locals(function: types.FunctionType, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``function(*args, **kwargs)`` finds in its frame: parameters, defaults and closure cells.
+
+    Raises:
+        TypeError: the arguments do not fit the signature.
+    """
+    bound = inspect.signature(function, follow_wrapped=False).bind(*args, **kwargs)
+    bound.apply_defaults()
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    return {**bound.arguments, **{name: cell.cell_contents for name, cell in cells.items()}}
+
+
+def trace(method: types.MethodType, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace | None:
+    """Dynamo's graph of ``method(*args, **kwargs)`` or None when the method does nothing with tensors.
+
+    Raises:
+        torch._dynamo.exc.TorchDynamoException: the method does not trace to one graph.
+    """
+    function = method.__func__
+    if not isinstance(function, types.FunctionType):
+        raise TypeError(f"{method!r} is not a Python method")
+    values = frame_locals(function, (method.__self__, *args), kwargs)
+    scope = dict(function.__globals__)
+    backend = _Backend()
+    with _quiet_tracing(), compile_context(CompileContext(convert_frame.get_compile_id({}))), get_metrics_context():
+        out = convert_frame.compile_frame(
+            function.__code__,
+            scope,
+            dict(values),
+            builtins.__dict__,
+            function.__closure__ or (),  # type: ignore[arg-type]
+            compiler_fn=backend,  # type: ignore[arg-type]
+            one_graph=True,
+            restart_reasons=set(),
+        )
+    if backend.gm is None or backend.context is None:
+        return None
+    backend_id = str(backend.gm.meta["backend_id"])
+
+    def rebuild(outputs: Sequence[torch.Tensor]) -> Any:
+        code = types.FunctionType(
+            out.bytecode,
+            {**scope, backend_id: lambda *_: tuple(outputs)},
+            argdefs=function.__defaults__,
+            closure=out.tracer_output.closure or (),
+        )
+        code.__kwdefaults__ = function.__kwdefaults__
+        with torch.no_grad():
+            return code(method.__self__, *args, **kwargs)
+
+    return Trace(
+        backend.gm, backend.example_inputs, backend.sources, backend.context, backend.effects, values, rebuild
+    )
+
+
+def lower(trace: Trace) -> Lowered:
+    """AOTAutograd's functional inference graph of ``trace.gm`` on fake inputs."""
+    seen: list[Lowered] = []
+
+    def compiler(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        seen.append(Lowered(gm, TracingContext.get().fw_metadata))
+        return gm.forward
+
+    with _quiet_tracing(), tracing(trace.context), get_metrics_context():
+        aot_autograd(fw_compiler=compiler, keep_inference_input_mutations=True)(trace.gm, trace.example_inputs)  # type: ignore[no-untyped-call]
+    (lowered,) = seen
+    return lowered

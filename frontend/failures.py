@@ -1,0 +1,138 @@
+"""Turns what Dynamo and AOTAutograd raise, and what they record but must not happen, into `CaptureError`."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from typing import Any
+
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_symbols
+
+from . import provenance
+from .dynamo import Effect
+from .errors import CaptureError, SourceLine
+
+EXPERTS_REMEDY = 'set the model\'s experts to one graph: model.set_experts_implementation("grouped_mm")'
+_BRANCHLESS = "make the code branchless with torch.where, or pass the condition as a Python bool"
+
+_REMEDIES = (
+    ("Data-dependent branching", "control flow depends on a tensor's value", _BRANCHLESS),
+    ("Data-dependent assertion", "an assertion depends on a tensor's value", "remove the assertion from the model"),
+    ("Dynamic control flow", "control flow depends on a tensor's value", _BRANCHLESS),
+    ("graph_break", "the model asks for a graph break", "remove the call of torch._dynamo.graph_break"),
+    ("logging", "the model logs or prints", "remove the call, or guard it by `if not torch.compiler.is_compiling()`"),
+    ("print", "the model logs or prints", "remove the call, or guard it by `if not torch.compiler.is_compiling()`"),
+    ("nn.Parameter", "the model makes parameters or modules while it runs", "create them in __init__"),
+)
+"""Part of Dynamo's message → reason, cure. The first that fits counts."""
+
+_EXPLANATION = re.compile(r"^\s*Explanation: (.+)$", re.MULTILINE)
+
+
+def _frames(error: BaseException) -> list[traceback.FrameSummary]:
+    return list(getattr(error, "real_stack", None) or ())
+
+
+def _in_experts(frames: list[traceback.FrameSummary], where: SourceLine | None) -> bool:
+    names = " ".join(f"{f.name} {f.line}" for f in frames) + (where.code if where else "")
+    return "expert" in names.lower()
+
+
+def from_dynamo(error: BaseException) -> CaptureError:
+    """The refusal for an exception of the tracer."""
+    frames = _frames(error)
+    where = provenance.innermost(frames)
+    message = str(error)
+    head = message.splitlines()[0] if message else type(error).__name__
+    for needle, reason, remedy in _REMEDIES:
+        if needle in head or needle in message.partition("Developer debug context")[2]:
+            if _in_experts(frames, where):
+                remedy = EXPERTS_REMEDY
+            return CaptureError.at(where, f"cannot capture one graph: {reason}", remedy)
+    explanation = _EXPLANATION.search(message)
+    detail = f"{head}: {explanation[1]}" if explanation else head
+    cause = error.__cause__
+    if head.startswith("Observed exception") and cause is not None:
+        detail = f"the model raises {_observed(cause)}"
+    return CaptureError.at(
+        where, f"cannot capture one graph: {detail}", "check that the eager call works; otherwise rewrite this line"
+    )
+
+
+def _observed(cause: BaseException) -> str:
+    name = type(cause).__name__.removeprefix("Observed")
+    quoted = re.search(r'ConstantVariable\(\w+: (["\'])(.*)\1\)', str(cause))
+    return f"{name}: {quoted[2]}" if quoted else name
+
+
+def from_aot(error: BaseException) -> CaptureError:
+    """The refusal for an exception of AOTAutograd."""
+    where = provenance.innermost(_frames(error) or traceback.extract_tb(error.__traceback__))
+    head = (str(error) or type(error).__name__).splitlines()[0]
+    return CaptureError.at(
+        where, f"cannot make the graph functional: {head}", "rewrite the operation named here without in-place effects"
+    )
+
+
+def check_effects(effects: list[Effect]) -> None:
+    """Refuses Python objects of the caller that the method changes.
+
+    Raises:
+        CaptureError: names the object, its attributes and the line.
+    """
+    if not effects:
+        return
+    effect = effects[0]
+    where = provenance.innermost(effect.stack)
+    owner = _readable(effect.owner)
+    what = ", ".join(f"{owner}.{a}" for a in effect.attributes) or owner
+    others = f" (and {len(effects) - 1} more objects)" if len(effects) > 1 else ""
+    lazily = "StaticCache" if re.search(r"layers\[\d+\]$", owner) else ""
+    remedy = (
+        "initialise the cache before capture: bindings.prepare_state(model, args, kwargs); use a StaticCache, whose "
+        "tensors keep their storage"
+        if lazily
+        else "create the state in __init__ (tensors as buffers) and change it in place: copy_, add_, index_copy_"
+    )
+    raise CaptureError.at(where, f"the method changes Python state that a graph cannot carry: {what}{others}", remedy)
+
+
+def _readable(source: str) -> str:
+    text = re.sub(r"^[LG]\['([^']*)'\]", r"\1", source)
+    text = re.sub(r"\.__dict__\['([^']*)'\]", r".\1", text)
+    return re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", text)
+
+
+def check_static(graph: fx.Graph) -> None:
+    """Refuses values and sizes of Dynamo's ``graph`` that are not known before the run.
+
+    Raises:
+        CaptureError: names the line that reads a tensor's value or makes a size from one.
+    """
+    for node in graph.nodes:
+        if node.op != "output" and _symbolic(node.meta.get("example_value")):
+            raise _data_dependent(node)
+
+
+def _symbolic(value: Any) -> bool:
+    return value is not None and bool(free_symbols(value))
+
+
+def _data_dependent(node: fx.Node) -> CaptureError:
+    where = provenance.of_node(node)
+    stack = node.meta.get("stack_trace") or ""
+    if node.op == "placeholder":
+        return CaptureError.at(
+            where, f"input {node.name} has a dynamic size", "remove torch._dynamo.mark_dynamic: shapes are static here"
+        )
+    if "expert" in stack.lower():
+        remedy = EXPERTS_REMEDY
+    elif node.target == "item":
+        remedy = "keep the value in a tensor, or pass it to the method as a Python number"
+    else:
+        remedy = "use an operation of fixed output size: torch.where, masked_fill, topk, scatter"
+    if node.target == "item":
+        return CaptureError.at(where, "the model reads a tensor's value into Python (.item(), int(), tolist())", remedy)
+    name = getattr(node.target, "__name__", node.target)
+    return CaptureError.at(where, f"the size of {name}'s result depends on the data", remedy)

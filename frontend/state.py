@@ -1,0 +1,90 @@
+"""Early initialisation of caches that allocate their tensors lazily.
+
+A `transformers` StaticCache allocates on its first update. Inside a captured graph that would be Python state changed
+behind the graph's back, and the cache would not be an input. Here its tensors are made beforehand, of the shapes that
+the method itself would give them.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+
+from .errors import CaptureError
+
+
+def prepare_state(
+    model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, method: str = "forward"
+) -> int:
+    """Allocates the tensors of uninitialised static caches among the arguments; returns how many layers it touched.
+
+    The shapes come from one run of the method on fake tensors, which computes nothing. The result equals what eager
+    would allocate: zeros, length 0. Layers that are initialised already are left alone.
+
+    Raises:
+        CaptureError: a cache layer is still without tensors after that run, or the run fails.
+    """
+    kwargs = kwargs or {}
+    pending = [layer for layer in _static_layers(args, kwargs) if _uninitialised(layer)]
+    if not pending:
+        return 0
+    twins = _run_on_fakes(model, method, args, kwargs, pending)
+    for index, (layer, twin) in enumerate(zip(pending, twins, strict=True)):
+        if _uninitialised(twin):
+            raise CaptureError(
+                f"layer {index} of the static cache ({type(layer).__name__}) gets no tensors from {method}",
+                remedy="check that the call passes the cache that the model uses, with use_cache=True",
+            )
+        _initialise(layer, twin)
+    return len(pending)
+
+
+def _static_layers(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    library = sys.modules.get("transformers.cache_utils")
+    if library is None:  # without transformers there is no such cache
+        return
+    for value in pytree.tree_leaves((args, dict(kwargs)), is_leaf=lambda v: isinstance(v, library.Cache)):
+        if isinstance(value, library.Cache):
+            yield from (layer for layer in value.layers if isinstance(layer, library.StaticLayer))
+
+
+def _uninitialised(layer: Any) -> bool:
+    return not layer.is_initialized or not getattr(layer, "is_indexer_initialized", True)
+
+
+def _run_on_fakes(
+    model: nn.Module, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], layers: list[Any]
+) -> list[Any]:
+    """The copies of ``layers`` after ``method`` has run on fake copies of everything."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with FakeCopyMode(mode):
+        twin, twin_args, twin_kwargs, twin_layers = copy.deepcopy((model, args, dict(kwargs), layers))
+    try:
+        with mode, torch.no_grad():
+            getattr(twin, method)(*twin_args, **twin_kwargs)
+    except Exception as e:  # whatever the model raises on fakes: a data-dependent branch, an unsupported operator
+        if any(_uninitialised(layer) for layer in twin_layers):
+            raise CaptureError(
+                f"the shapes of the static cache cannot be found by a run on fake tensors: {e}",
+                remedy="run one eager step first, or call cache.early_initialization(...)",
+            ) from e
+    return list(twin_layers)
+
+
+def _initialise(layer: Any, twin: Any) -> None:
+    def empty_like(t: torch.Tensor, dim: int) -> torch.Tensor:
+        shape = [0 if d == dim else n for d, n in enumerate(t.shape)]
+        return torch.empty(shape, dtype=t.dtype, device=t.device)
+
+    with torch.no_grad():
+        if not layer.is_initialized:
+            layer.lazy_initialization(empty_like(twin.keys, 2), empty_like(twin.values, 2))
+        if not getattr(layer, "is_indexer_initialized", True):
+            layer.lazy_initialization_indexer(empty_like(twin.indexer_keys, 1))

@@ -1,0 +1,183 @@
+"""The key of the compile cache, made without capturing the model.
+
+torchair's own key is the repr of a module and a few options; two models that differ in ``top_k`` share it. This one
+covers what decides a compilation: the code that runs, config and plain attributes, layouts of weights and inputs,
+options, this package, versions, target and topology. Values of tensors are inputs and do not count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import platform
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cannopy.backend.artifact import CallForm, Fingerprint
+from cannopy.backend.cache.code import CodeWalk, digest, file_digest, own_classes
+from cannopy.backend.cache.describe import Describer, tensor_item
+from cannopy.backend.options import BuildOptions
+
+Items = Mapping[str, str]
+_PACKAGES = ("frontend", "fx_passes", "fusion_rules", "stream_scheduler", "superkernel", "models", "backend")
+
+
+def key(
+    model: torch.nn.Module,
+    method: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: BuildOptions,
+) -> Fingerprint:
+    """The identity of compiling ``model.method(*args, **kwargs)`` with `options`."""
+    modules = dict(model.named_modules())
+    describer = Describer(modules.values())
+    attributes, config = _attributes(describer, modules)
+    inputs = dict(describer.items(list(args), "args")) | dict(describer.items(dict(kwargs), "kwargs"))
+    details: dict[str, Items] = {
+        "method": {"name": method, "form": repr(call_form(args, kwargs))},
+        "config": config,
+        "attributes": attributes,
+        "parameters": _weights(model),
+        "inputs": inputs,
+        "options": {"options": options.key_text()},
+        "package": {"package": package_digest()},
+        "versions": versions(),
+        "target": _target(options),
+        "topology": _topology(),
+        "torch state": _torch_state(),
+        "code": _code(model, method, describer),
+    }
+    fields = {name: _digest(items) for name, items in details.items()}
+    return Fingerprint(_digest(fields), fields, details)
+
+
+def call_form(args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallForm:
+    """The spelling of a call; keyword order does not matter."""
+    return CallForm(len(args), tuple(sorted(kwargs)))
+
+
+def differences(old: Fingerprint, new: Fingerprint, limit: int = 3) -> list[str]:
+    """The fields that differ, each with up to `limit` items: ``attributes: self.layers.0: 12ab -> 34cd``."""
+    lines = []
+    for name in sorted(old.fields.keys() | new.fields.keys()):
+        if old.fields.get(name) == new.fields.get(name):
+            continue
+        a, b = old.details.get(name, {}), new.details.get(name, {})
+        items = [k for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)]
+        shown = [f"{k}: {_short(a.get(k))} -> {_short(b.get(k))}" for k in items[:limit]]
+        more = f" and {len(items) - limit} more" if len(items) > limit else ""
+        lines.append(f"{name} ({'; '.join(shown)}{more})" if shown else name)
+    return lines
+
+
+def package_digest() -> str:
+    """Digest of every .py and .yaml file of this package."""
+    h = hashlib.sha256()
+    for name, path in sorted(_package_files()):
+        h.update(f"{name}\0".encode())
+        h.update(hashlib.sha256(path.read_bytes()).digest())
+    return h.hexdigest()[:16]
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a stored compilation depends on."""
+    found = {"python": platform.python_version(), "torch": torch.__version__, "machine": platform.machine()}
+    for name in ("torch_npu", "transformers"):
+        if name in sys.modules:
+            found[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
+    if "torch_npu" in sys.modules:
+        utils = importlib.import_module("torch_npu.npu.utils")
+        found["cann"] = str(utils.get_cann_version())
+    return found
+
+
+def _short(text: str | None) -> str:
+    return "absent" if text is None else text if len(text) <= 60 else f"{text[:57]}…"
+
+
+def _digest(items: Items) -> str:
+    return hashlib.sha256("\n".join(f"{k}={v}" for k, v in sorted(items.items())).encode()).hexdigest()
+
+
+def _attributes(describer: Describer, modules: Mapping[str, torch.nn.Module]) -> tuple[dict[str, str], dict[str, str]]:
+    """Plain attributes, one digest per module, and the entries of configs (met once each) in full."""
+    attributes: dict[str, str] = {}
+    config: dict[str, str] = {}
+    for name, module in modules.items():
+        path = f"self.{name}" if name else "self"
+        lines = []
+        for item, text in describer.module_items(module, path):
+            if item.startswith(f"{path}.config"):
+                config[item] = text
+            else:
+                lines.append(f"{item[len(path) :]}={text}")
+        short = "; ".join(lines)
+        attributes[path] = short if len(short) <= 160 else digest(short)
+    return attributes, config
+
+
+def _weights(model: torch.nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    found = {}
+    for kind, named in (
+        ("parameter", model.named_parameters(remove_duplicate=False)),
+        ("buffer", model.named_buffers(remove_duplicate=False)),
+    ):
+        for name, t in named:
+            tie = first.setdefault(id(t), name)
+            found[name] = f"{kind} {tensor_item(t)}" + (f" tied to {tie}" if tie != name else "")
+    return found
+
+
+def _code(model: torch.nn.Module, method: str, describer: Describer) -> dict[str, str]:
+    walk = CodeWalk(describer.classes)
+    walk.add(getattr(model, method))
+    walk.add_name(method)
+    walk.add_name("forward")
+    for f in describer.functions:
+        walk.add(f)
+    files = {f"file of {c.__module__}": file_digest(c) for c in own_classes(type(m) for m in model.modules())}
+    return walk.items | files
+
+
+def _package_files() -> Iterator[tuple[str, Path]]:
+    for package in ("cannopy", *(f"cannopy.{p}" for p in _PACKAGES)):
+        spec = importlib.util.find_spec(package)
+        for root in (spec.submodule_search_locations or []) if spec is not None else []:
+            for path in Path(root).rglob("*"):
+                if path.suffix in (".py", ".yaml") and "__pycache__" not in path.parts:
+                    yield f"{package}/{path.relative_to(root).as_posix()}", path
+
+
+def _target(options: BuildOptions) -> dict[str, str]:
+    npu = getattr(torch, "npu", None)
+    if npu is not None and npu.is_available():
+        return {"device": str(npu.get_device_name())}
+    return {"device": "host", "target": options.target}
+
+
+def _topology() -> dict[str, str]:
+    dist = torch.distributed
+    if not (dist.is_available() and dist.is_initialized()):
+        return {"world": "1"}
+    return {"world": str(dist.get_world_size()), "rank": str(dist.get_rank()), "backend": str(dist.get_backend())}
+
+
+def _torch_state() -> dict[str, str]:
+    """Process-wide switches of torch that change what is captured or lowered."""
+    state = {
+        "default dtype": str(torch.get_default_dtype()),
+        "deterministic": str(torch.are_deterministic_algorithms_enabled()),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "autocast": str([d for d in ("cpu", "npu") if torch.is_autocast_enabled(d)]),
+    }
+    npu = getattr(torch, "npu", None)
+    if npu is not None:
+        state["hf32"] = str(npu.matmul.allow_hf32)
+        state["npu deterministic level"] = str(npu._get_deterministic_level())
+    return state

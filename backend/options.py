@@ -1,0 +1,44 @@
+"""What a build needs to know besides the program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+COMPILER_OPTIONS: Mapping[str, Any] = MappingProxyType(
+    {
+        "mode": "max-autotune",
+        "experimental_config.frozen_parameter": True,
+        "experimental_config.tiling_schedule_optimize": True,
+        "experimental_config.topology_sorting_strategy": "StableRDFS",
+        # torchair's own fusions: they drop dst_type and smooth scales, and the table is shared between modes
+        "experimental_config.pattern_fusion_pass": False,
+    }
+)
+"""Settings of torchair's CompilerConfig by dotted name."""
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """How a program is compiled.
+
+    ``engine``: ``torchair`` (the device, or the host engine where there is none) or ``eager`` (the generated method
+    as it is, op by op). ``target`` is the chip that a host lowers for; a device is its own target.
+    ``text`` is the textual form of everything upstream that decides the graph (options, pipeline, plan).
+    ``cache_dir`` None is the default folder; ``use_cache`` False neither reads nor writes it.
+    """
+
+    engine: Literal["torchair", "eager"] = "torchair"
+    target: str = "atlas-a3"
+    text: str = ""
+    cache_dir: Path | None = None
+    use_cache: bool = True
+    compiler: Mapping[str, Any] = field(default_factory=lambda: COMPILER_OPTIONS)
+
+    def key_text(self) -> str:
+        """What of this enters the cache key."""
+        settings = "\n".join(f"{k}={v}" for k, v in sorted(self.compiler.items()))
+        return f"engine={self.engine}\n{settings}\n{self.text}"

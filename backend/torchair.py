@@ -1,0 +1,199 @@
+"""Compiling the generated method with ``torchair.inference.cache_compile`` and loading what it stored.
+
+torchair only ever works in a private folder. It deletes that folder on any error while loading, writes the cache
+file in place and pastes the folder's path into generated code, so it is never shown a published entry; the compile
+cache copies verified bytes in and out (`cannopy.backend.cache`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import inspect
+import re
+import shutil
+import tempfile
+import threading
+import types
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cannopy.backend.options import BuildOptions
+from cannopy.backend.quiet import quiet
+from cannopy.backend.runtime import Executor, GeneratedModule, Tensors
+
+STORED = "compiled_module"
+_LOCK = threading.RLock()
+_SAFE_PATH = re.compile(r"[\w./+@=,:-]+", re.ASCII)
+
+
+class CompileError(RuntimeError):
+    """torchair did not compile or did not store the generated method; the cache is as it was."""
+
+
+class LoadError(RuntimeError):
+    """torchair rejected a stored compilation."""
+
+
+def have_npu() -> bool:
+    """Whether a real device is there; then nothing of the host engine is used."""
+    npu = getattr(torch, "npu", None)
+    return npu is not None and bool(npu.is_available())
+
+
+class WorkFolder:
+    """A private folder for torchair, removed with the object. Its path has no character that needs quoting."""
+
+    def __init__(self) -> None:
+        base = tempfile.gettempdir()
+        if not _SAFE_PATH.fullmatch(base):
+            base = "/tmp"  # noqa: S108 mkdtemp makes a folder of mode 0700 in it
+        self.path = Path(tempfile.mkdtemp(prefix="cannopy-", dir=base))
+        self._finalizer = weakref.finalize(self, shutil.rmtree, self.path, True)
+
+    def files(self) -> dict[str, Path]:
+        """Every file below, by its path relative to the folder."""
+        return {str(p.relative_to(self.path)): p for p in sorted(self.path.rglob("*")) if p.is_file()}
+
+
+def compiler_config(settings: Mapping[str, Any]) -> Any:
+    """torchair's CompilerConfig with `settings` by dotted name; ValueError names an unknown one and the nearest."""
+    config = _torchair().CompilerConfig()
+    for name, value in settings.items():
+        *parents, last = name.split(".")
+        owner = config
+        for part in [*parents, last]:
+            known = owner._fixed_attrs
+            if part not in known:
+                near = difflib.get_close_matches(part, known, 1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise ValueError(f"torchair has no compiler option {name} (no {part}){hint}")
+            if part is not last:
+                owner = getattr(owner, part)
+        setattr(owner, last, value)
+    return config
+
+
+class TorchairFactory:
+    """Makes executors of a generated method by loading what torchair stored in `work`.
+
+    `compile` fills `work`. ``ge_module`` is the code that torchair generated last, with the GE graph.
+    """
+
+    def __init__(self, options: BuildOptions, work: WorkFolder) -> None:
+        self.options = options
+        self.work = work
+        self.ge_module: types.ModuleType | None = None
+        self.log: list[str] = []
+        self._reuse: types.ModuleType | None = None
+
+    def __call__(self, generated: GeneratedModule) -> Executor:
+        """Load from the work folder. Right after `compile` the graph that it made is used, not a second one."""
+        reuse, self._reuse = self._reuse, None
+        with self._torchair(), _generated_code(reuse) as modules:
+            method = self._cache_compile(generated).compile(generated.module.__dict__)
+        if not isinstance(method, types.FunctionType):
+            raise LoadError(f"torchair did not load {generated.module.__file__}: {self._reason()}")
+        self.ge_module = modules[-1]
+        return lambda tensors: generated.call(method, tensors)
+
+    @property
+    def ge_graph(self) -> Any:
+        """The lowered GE graph (protobuf GraphDef) of the last compilation or load."""
+        if self.ge_module is None:
+            raise RuntimeError("nothing was compiled or loaded yet")
+        return self.ge_module.ge_graph
+
+    def ge_ops(self) -> dict[str, int]:
+        """{GE type: count} of the lowered graph."""
+        return dict(sorted(Counter(op.type for op in self.ge_graph.op).items()))
+
+    def compile(self, generated: GeneratedModule, tensors: Tensors) -> Tensors:
+        """Trace, lower and store the method, and run it once on `tensors`, which it changes. `CompileError`."""
+        with self._torchair(), _generated_code(None) as modules:
+            try:
+                outputs = generated.call(self._cache_compile(generated), tensors)
+            except Exception as e:  # torch, torchair, GE: no common base
+                raise CompileError(self._failure(generated, e)) from e
+        stored = [p for p in self.work.files() if Path(p).name == STORED]
+        if len(stored) != 1 or not modules:
+            raise CompileError(f"torchair stored {len(stored)} compilations instead of one: {self._reason()}")
+        self.ge_module = self._reuse = modules[-1]
+        return outputs
+
+    def _cache_compile(self, generated: GeneratedModule) -> Any:
+        function = importlib.import_module("torchair.inference").cache_compile
+        settings = {
+            "config": compiler_config(self.options.compiler),
+            "dynamic": False,
+            "cache_dir": str(self.work.path),
+            "ge_cache": True,
+        }
+        unknown = settings.keys() - inspect.signature(function).parameters.keys()
+        if unknown:  # cache_compile would swallow them
+            raise CompileError(f"this torchair's cache_compile has no option {', '.join(sorted(unknown))}")
+        return function(generated.method, **settings)
+
+    @contextlib.contextmanager
+    def _torchair(self) -> Iterator[None]:
+        """torchair for the device, or for the target on the host engine; one compilation at a time in a process."""
+        with _LOCK, contextlib.ExitStack() as stack:
+            _torchair()
+            if not have_npu():
+                host = importlib.import_module("cannopy.backend.host.activate")
+                host.activate()
+                target = importlib.import_module("cannopy.backend.host.target")
+                stack.enter_context(target.using(self.options.target))
+            self.log = stack.enter_context(quiet("torchair"))
+            _reset_scopes()
+            try:
+                yield
+            finally:
+                _reset_scopes()
+
+    def _reason(self) -> str:
+        return "; ".join(self.log[-5:]) or "it gave no reason"
+
+    def _failure(self, generated: GeneratedModule, error: Exception) -> str:
+        said = f"\ntorchair said: {self._reason()}" if self.log else ""
+        return f"compiling {generated.module.__file__} failed: {type(error).__name__}: {error}{said}"
+
+
+def _torchair() -> Any:
+    lazy = importlib.import_module("torch_npu.dynamo").torchair
+    lazy.CompilerConfig  # noqa: B018 the import is lazy; this runs it
+    return importlib.import_module("torchair")
+
+
+def _reset_scopes() -> None:
+    """torchair never clears its stack of scopes: after a failure in one the next graph would inherit it."""
+    scope = importlib.import_module("torchair.scope._scope_attr")
+    scope.local.scope_attr = scope.ScopeAttrs()
+
+
+@contextlib.contextmanager
+def _generated_code(reuse: types.ModuleType | None) -> Iterator[list[types.ModuleType]]:
+    """Collects the modules that torchair makes of its generated code; with `reuse` it gets that one again.
+
+    A module holds one GE graph. Loading right after compiling would make a second one on the device.
+    """
+    compiler = importlib.import_module("torchair.npu_fx_compiler")
+    original = compiler._compile_py_code
+    modules: list[types.ModuleType] = []
+
+    def compile_code(text: str) -> types.ModuleType:
+        module: types.ModuleType = original(text) if reuse is None else reuse
+        modules.append(module)
+        return module
+
+    compiler._compile_py_code = compile_code
+    try:
+        yield modules
+    finally:
+        compiler._compile_py_code = original

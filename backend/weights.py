@@ -1,0 +1,178 @@
+"""Parameters, buffers and derived weights of a compiled method: bound once, watched cheaply.
+
+A user may replace a parameter (``load_state_dict(assign=True)``), point it at other memory (``.data = …``, ``.to``)
+or write into it (``copy_``). The first two rebind the attribute, the third rebuilds the weights derived from it.
+A write through ``param.data`` and a write to an inference tensor leave no trace in torch's version counters; after
+one call `WeightBinder.refresh`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+
+from cannopy.backend.artifact import Artifact
+from cannopy.backend.guards import GuardError, apply_view, check_tensor
+from cannopy.fx_passes.paths import Path, PathLookupError, parse_path
+from cannopy.fx_passes.program import InputSpec
+
+Change = Literal["none", "values", "tensors"]
+_PLUMBING = ("_modules", "_parameters", "_buffers")
+Slot = tuple[Any, Any, object]
+FormatCast = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _version(t: torch.Tensor) -> int:
+    return -1 if t.is_inference() else t._version
+
+
+def _slots(path: Path, model: torch.nn.Module) -> Iterator[Slot]:
+    """(container, key, object) for each step of `path` that goes through a dict or a list."""
+    value: Any = model
+    for step in path.steps:
+        below = step.apply(value)
+        key, places = step.key, [value]
+        if isinstance(value, torch.nn.Module):
+            key = key if step.kind == "attr" else str(key)
+            places = [value.__dict__, value._parameters, value._buffers, value._modules]
+        elif step.kind == "attr":
+            places = [getattr(value, "__dict__", {})]
+        for place in places:
+            if isinstance(place, list) or (isinstance(place, dict) and key in place and key not in _PLUMBING):
+                yield place, key, below
+                break
+        value = below
+
+
+def _aliases(model: torch.nn.Module, wanted: set[int]) -> Iterator[Slot]:
+    """Every place in the module tree that holds one of the tensors `wanted` (by id): ties must stay ties."""
+    for m in model.modules():
+        for d in (m._parameters, m._buffers):
+            for key, t in d.items():
+                if t is not None and id(t) in wanted:
+                    yield d, key, t
+
+
+class WeightBinder:
+    """Keeps the attributes of a generated module equal to the user's weights.
+
+    ``cast_nz`` puts a tensor into FRACTAL_NZ on a device; None where there is no such format.
+    """
+
+    def __init__(self, artifact: Artifact, model: torch.nn.Module, cast_nz: FormatCast | None = None) -> None:
+        self._artifact = artifact
+        self._model = model
+        self._cast_nz = cast_nz
+        specs = {s.name: s for s in artifact.inputs}
+        names = {a.placeholder for a in artifact.module.attributes if a.kind in ("parameter", "buffer")}
+        names |= {n for w in artifact.weights for n in w.sources if n in specs}
+        self._bound = [specs[n] for n in sorted(names)]
+        self._ties: list[frozenset[str]] = []
+        self._sources: dict[str, torch.Tensor] = {}
+
+    def bind(self, module: torch.nn.Module) -> None:
+        """Register every attribute of `module`. `GuardError` if the model has no such weight or another layout."""
+        self._resolve()
+        values = self._seen_by_graph()
+        with torch.no_grad():
+            attributes = {a.placeholder: a for a in self._artifact.module.attributes}
+            for name, value in self._derive(values):
+                values[name] = value
+            for name, a in attributes.items():
+                if a.kind == "constant":
+                    module.register_buffer(a.name, self._constant(name), persistent=False)
+                elif a.kind == "buffer":
+                    module.register_buffer(a.name, values[name].detach(), persistent=False)
+                else:
+                    module.register_parameter(a.name, torch.nn.Parameter(values[name].detach(), requires_grad=False))
+        self._watch()
+
+    def changed(self) -> Change:
+        """What happened to the weights since they were bound; a few tens of nanoseconds per weight."""
+        try:
+            if not all(map(operator.is_, map(operator.getitem, self._containers, self._keys), self._objects)):
+                return "tensors"
+        except (KeyError, IndexError):
+            return "tensors"
+        if list(map(torch.Tensor.data_ptr, self._tensors)) != self._pointers:
+            return "tensors"
+        if list(map(_version, self._versioned)) != self._versions:
+            return "values"
+        return "none"
+
+    def refresh(self, module: torch.nn.Module) -> None:
+        """Rebuild the derived weights in place, one after the other, from the present values of their sources."""
+        values = self._seen_by_graph()
+        names = {a.placeholder: a.name for a in self._artifact.module.attributes if a.kind == "weight"}
+        with torch.no_grad():
+            for name, value in self._derive(values):
+                values[name] = value
+                if name in names:
+                    kept = getattr(module, names[name])
+                    if kept.data_ptr() != value.data_ptr():
+                        kept.copy_(value)
+                    values[name] = kept
+        self._versions = list(map(_version, self._versioned))
+
+    def _seen_by_graph(self) -> dict[str, torch.Tensor]:
+        return {s.name: apply_view(self._sources[s.name], s, f"`{s.source}`") for s in self._bound}
+
+    def _resolve(self) -> None:
+        sources = {}
+        for spec in self._bound:
+            name = f"`{spec.source}`"
+            try:
+                value = parse_path(spec.source).resolve(self._model, (), {})
+            except PathLookupError as e:
+                raise GuardError(f"weight {name}: the model no longer has it; {e}") from e
+            sources[spec.name] = check_tensor(value, spec, self._artifact.devices[spec.name], name)
+        self._sources = sources
+        self._check_ties()
+
+    def _check_ties(self) -> None:
+        """Tensors that were one when the model was compiled appear once in the graph; they must still be one."""
+        places: dict[int, set[str]] = {}
+        named = list(self._model.named_parameters(remove_duplicate=False))
+        named += list(self._model.named_buffers(remove_duplicate=False))
+        for name, t in named:
+            places.setdefault(id(t), set()).add(name)
+        used = {id(t) for t in self._sources.values()}
+        ties = [frozenset(names) for i, names in places.items() if i in used and len(names) > 1]
+        if not self._ties:
+            self._ties = ties
+        elif set(ties) != set(self._ties):
+            broken = sorted(set(self._ties) ^ set(ties), key=sorted)
+            raise GuardError(
+                "weights that were tied when the model was compiled are no longer, or others now are:"
+                f" {'; '.join(' = '.join(sorted(t)) for t in broken)}; compile again"
+            )
+
+    def _derive(self, values: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each derived weight in order; one that a later recipe reads is looked up in `values`, which the caller fills."""
+        for w in self._artifact.weights:
+            value = w.build([values[n] for n in w.sources])
+            yield w.name, self._cast_nz(value) if w.nz and self._cast_nz is not None else value
+
+    def _constant(self, target: str) -> torch.Tensor:
+        value = self._artifact.tensors[target]
+        devices = {t.device for t in self._sources.values()}
+        return value.to(next(iter(devices))) if len(devices) == 1 and value.dim() > 0 else value
+
+    def _watch(self) -> None:
+        slots: dict[tuple[int, Any], Slot] = {}
+        for spec in self._bound:
+            for slot in _slots(parse_path(spec.source), self._model):
+                slots[id(slot[0]), slot[1]] = slot
+        for slot in _aliases(self._model, {id(t) for t in self._sources.values()}):
+            slots[id(slot[0]), slot[1]] = slot
+        self._containers = [s[0] for s in slots.values()]
+        self._keys = [s[1] for s in slots.values()]
+        self._objects = [s[2] for s in slots.values()]
+        self._tensors = list(self._sources.values())
+        self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
+        derived = {n for w in self._artifact.weights for n in w.sources}
+        self._versioned = [t for n, t in self._sources.items() if n in derived]
+        self._versions = list(map(_version, self._versioned))

@@ -1,0 +1,76 @@
+"""A graph as text to read: one line per node with shapes and provenance."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from cannopy.fx_passes import provenance
+from cannopy.fx_passes.program import InputSpec, Program, WeightEntry
+
+_DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "float64": "f64", "bool": "b8"}
+
+
+def kind(value: Any) -> str:
+    """``bf16[1, 4]`` for a tensor, the same in brackets for several, the type's name for anything else."""
+    if isinstance(value, torch.Tensor):
+        name = str(value.dtype).removeprefix("torch.")
+        short = _DTYPES.get(name, re.sub(r"^(u?)int(\d+)$", r"\1i\2", name).replace("ui", "u"))
+        return f"{short}{[int(d) for d in value.shape]}"
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(kind, value))})"
+    return type(value).__name__
+
+
+def line(node: fx.Node) -> str:
+    """``%name: bf16[1, 4] = aten.add.Tensor(%a, 1)  # file.py:12 model.layers.3``."""
+    arguments = [_text(a) for a in node.args] + [f"{k}={_text(v)}" for k, v in node.kwargs.items()]
+    target = str(node.target)
+    if node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload):
+        target = getattr(node.target, "__name__", target)
+    call = f"%{node.name}: {kind(node.meta.get('val'))} = {target}({', '.join(arguments)})"
+    came = provenance.describe(node)
+    return f"{call}  # {came}" if came else call
+
+
+def text(program: Program) -> str:
+    """The whole program: inputs with their bindings, derived weights, nodes, result."""
+    bound: dict[str, InputSpec | WeightEntry] = {entry.name: entry for entry in (*program.inputs, *program.weights)}
+    rows = []
+    for node in program.gm.graph.nodes:
+        if node.op == "placeholder":
+            rows.append(f"%{node.name}: {kind(node.meta.get('val'))} <- {_binding(bound.get(node.name))}")
+        elif node.op == "output":
+            rows.append(f"return {_text(node.args[0])}")
+        else:
+            rows.append(line(node))
+    return "\n".join(rows) + "\n"
+
+
+def write(program: Program, folder: Path, number: int, name: str) -> Path:
+    """Write ``text`` to ``folder/007-name.txt`` and return that path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{number:03d}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}.txt"
+    path.write_text(text(program), encoding="utf-8")
+    return path
+
+
+def _binding(entry: InputSpec | WeightEntry | None) -> str:
+    if isinstance(entry, WeightEntry):
+        return f"weight {entry.recipe} of {', '.join(entry.sources)}{' (NZ)' if entry.nz else ''}"
+    if entry is None:
+        return "nothing"
+    seen = f" as {list(entry.view)}" if entry.view is not None else ""
+    return f"{entry.kind} {entry.source} {list(entry.shape)}{seen}{', mutated' if entry.mutated else ''}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return f"%{value.name}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_text, value))}]"
+    return repr(value).removeprefix("torch.")

@@ -1,0 +1,160 @@
+"""Passes as values, run in a declared order with a verifier between them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import fx
+
+from cannopy.fx_passes import dump
+from cannopy.fx_passes.graph import where
+from cannopy.fx_passes.program import Program
+from cannopy.fx_passes.verifier import Verifier, VerifyError
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One step over a program. ``run`` changes the program in place and returns how many changes it made.
+
+    ``requires`` and ``ensures`` are facts by name ("normalised"): what must be ensured by an earlier pass, and what
+    holds afterwards.
+    """
+
+    name: str
+    run: Callable[[Program], int]
+    requires: frozenset[str] = frozenset()
+    ensures: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """What one pass did."""
+
+    name: str
+    seconds: float
+    nodes_before: int
+    nodes_after: int
+    changes: int
+
+
+class PassOrderError(ValueError):
+    """A pass requires what no earlier pass ensures."""
+
+
+class PassError(RuntimeError):
+    """A pass failed or left a program that does not verify; the program is what it was before that pass.
+
+    ``node`` is the name of the node at fault and ``source`` the user's line, when they are known.
+    """
+
+    def __init__(self, name: str, check: str, node: fx.Node | None, expected: str, found: str) -> None:
+        place = "" if node is None else f", node {node.name} ({where(node)})"
+        super().__init__(f"pass {name}: {check}{place}: expected {expected}, found {found}")
+        self.pass_name = name
+        self.check = check
+        self.node = node.name if node is not None else ""
+        self.source = str(node.meta.get("source") or "") if node is not None else ""
+        self.expected = expected
+        self.found = found
+
+
+class PassManager:
+    """Runs passes in order.
+
+    Args:
+        passes: the pipeline; the order is checked against ``requires`` and ``ensures`` before anything runs.
+        verify: check the program before the first pass and after each one that changed something.
+        dump_dir: folder for numbered dumps (``000-captured.txt``, then one per pass that changed something).
+        given: facts that hold before the first pass.
+    """
+
+    def __init__(
+        self, passes: Sequence[Pass], verify: bool = True, dump_dir: Path | None = None, given: Sequence[str] = ()
+    ) -> None:
+        self.passes = tuple(passes)
+        self.verify = verify
+        self.dump_dir = dump_dir
+        _check_order(self.passes, frozenset(given))
+
+    @property
+    def text(self) -> str:
+        """The pipeline as one line: pass names in order."""
+        return ",".join(p.name for p in self.passes)
+
+    def run(self, program: Program) -> list[PassRecord]:
+        """Run every pass. Raises `PassError` with the program as it was before the pass that failed."""
+        verifier = self._start(program)
+        if self.dump_dir is not None:
+            dump.write(program, self.dump_dir, 0, "captured")
+        records = []
+        for number, step in enumerate(self.passes, 1):
+            record = _run(step, program, verifier)
+            records.append(record)
+            if self.dump_dir is not None and record.changes:
+                dump.write(program, self.dump_dir, number, step.name)
+        return records
+
+    def _start(self, program: Program) -> Verifier | None:
+        if not self.verify:
+            return None
+        verifier = Verifier(program)
+        try:
+            verifier.verify(program)
+        except VerifyError as e:
+            raise PassError("(before the first)", e.check, e.node, e.expected, e.found) from e
+        return verifier
+
+
+def _check_order(passes: Sequence[Pass], given: frozenset[str]) -> None:
+    ensured = set(given)
+    for index, step in enumerate(passes):
+        for fact in sorted(step.requires - ensured):
+            later = [p.name for p in passes[index:] if fact in p.ensures]
+            cure = f"put {later[0]} before it" if later else "no pass of this pipeline ensures it"
+            raise PassOrderError(f"pass {step.name} requires {fact!r}, which no earlier pass ensures: {cure}")
+        ensured |= step.ensures
+
+
+def _run(step: Pass, program: Program, verifier: Verifier | None) -> PassRecord:
+    before = _Snapshot(program)
+    nodes = len(program.gm.graph.nodes)
+    start = time.perf_counter()
+    try:
+        changes = step.run(program)
+        seconds = time.perf_counter() - start
+        if verifier is not None and changes:
+            verifier.verify(program)
+        elif verifier is not None and len(program.gm.graph.nodes) != nodes:
+            raise VerifyError("changes", None, "a graph as before from a pass that reports no change",
+                              f"{len(program.gm.graph.nodes)} nodes instead of {nodes}")
+    except VerifyError as e:
+        before.restore(program)
+        raise PassError(step.name, e.check, e.node, e.expected, e.found) from e
+    except Exception as e:  # roll back whatever went wrong, then let it be seen with the name of the pass
+        before.restore(program)
+        node = getattr(e, "node", None)
+        raise PassError(step.name, "run", node if isinstance(node, fx.Node) else None, "the pass to complete",
+                        f"{type(e).__name__}: {e}") from e
+    program.gm.recompile()
+    return PassRecord(step.name, seconds, nodes, len(program.gm.graph.nodes), changes)
+
+
+class _Snapshot:
+    """A program as it is now. Nodes keep their names; metadata is shared with the live nodes, each in its own dict."""
+
+    def __init__(self, program: Program) -> None:
+        self._graph = fx.Graph(tracer_cls=program.gm.graph._tracer_cls)
+        nodes: dict[fx.Node, fx.Node] = {}
+        result = self._graph.graph_copy(program.gm.graph, val_map=nodes)
+        live = next(iter(reversed(program.gm.graph.nodes)))
+        self._graph.output(result).meta = dict(live.meta)
+        self._graph._codegen = program.gm.graph._codegen
+        self._inputs, self._weights = list(program.inputs), list(program.weights)
+        self._facts = dict(program.facts)
+
+    def restore(self, program: Program) -> None:
+        program.gm.graph = self._graph
+        program.inputs, program.weights, program.facts = self._inputs, self._weights, self._facts

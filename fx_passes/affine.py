@@ -99,7 +99,10 @@ def causal(node: object) -> Causal | str:
         count = len(found.terms)
         return f"mask {node} has {count} conditions; a causal mask has one (a sliding window or a block mask has more)"
     term = found.terms[0]
-    if any(term.coefs[:-2]) or term.coefs[-2:] != (1, -1):
+    size = shape(cast(fx.Node, node))
+    steps = tuple(c for c, n in zip(term.coefs[:-2], size[:-2], strict=True) if n != 1)
+    query_step = term.coefs[-2] if size[-2] != 1 else 1
+    if any(steps) or (query_step, term.coefs[-1]) != (1, -1):
         return f"mask {node} is not of the form key <= query + past (coefficients {term.coefs})"
     if len(term.symbols) > 1 or any(count != 1 for _, count in term.symbols):
         return f"mask {node} depends on {len(term.symbols)} lengths"

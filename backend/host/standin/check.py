@@ -21,8 +21,9 @@ def ensure_importable() -> None:
     if "torch_npu" in sys.modules:
         return
     demand_platform()
-    wheel = locate(Search.here())
-    demand_requirements(sys.path)
+    search = Search.here()
+    wheel = locate(search)
+    demand_requirements(search.folders)
     standin = wheel_status(wheel)
     if not standin.usable:
         raise EnvironmentProblem(f"the CANN stand-in is {standin.state}: {standin.reason}", standin.cure)

@@ -56,15 +56,15 @@ class SharedObject:
         section = self._elf.get_section_by_name(".dynamic")
         if isinstance(section, DynamicSection):
             for tag in section.iter_tags():
-                kind = tag.entry.d_tag
-                if kind == "DT_SONAME":
-                    soname = tag.soname
-                elif kind == "DT_NEEDED":
-                    needed.append(tag.needed)
-                elif kind == "DT_RPATH":
-                    search += tag.rpath.split(":")
-                elif kind == "DT_RUNPATH":
-                    search += tag.runpath.split(":")
+                # pyelftools sets one attribute per kind of tag, which no type checker sees.
+                kind = tag.entry.d_tag.removeprefix("DT_").lower()
+                value = str(getattr(tag, kind, ""))
+                if kind == "soname":
+                    soname = value
+                elif kind == "needed":
+                    needed.append(value)
+                elif kind in ("rpath", "runpath"):
+                    search += value.split(":")
         origin = str(self.path.resolve().parent)
         expanded = (p.replace("$ORIGIN", origin).replace("${ORIGIN}", origin) for p in search if p)
         return Dynamic(soname, tuple(needed), tuple(expanded))

@@ -1,0 +1,129 @@
+"""cannopy.compile: from a plain module to a compiled method with a report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from cannopy import pipeline
+from cannopy.backend import build as backend
+from cannopy.backend.options import BuildOptions
+from cannopy.backend.runtime import CompiledModel
+from cannopy.backend.torchair import have_npu
+from cannopy.frontend import bindings, outputs
+from cannopy.frontend.capture import capture
+from cannopy.fx_passes.program import Program
+from cannopy.options import Options
+from cannopy.report import CompileReport
+
+
+class Compiled:
+    """A compiled method: call it as the eager one.
+
+    ``report`` is the `CompileReport`. Caches and other tensors that the model mutates are updated in place.
+    """
+
+    def __init__(self, model: CompiledModel) -> None:
+        self.model = model
+        self.report = CompileReport.from_dict(model.report)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+
+def compile(  # noqa: A001 the name of the public interface
+    model: torch.nn.Module,
+    method: str = "forward",
+    example_inputs: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    options: Options | None = None,
+) -> Compiled:
+    """Compile ``model.<method>`` for inputs like the examples.
+
+    Args:
+        model: any ``torch.nn.Module``; it is not changed.
+        method: the method to compile.
+        example_inputs: positional arguments of one call; shapes, dtypes and plain values are fixed by them.
+        example_kwargs: keyword arguments of that call (a Hugging Face ``StaticCache`` among them).
+        options: see `Options`; the default compiles for Atlas A3.
+
+    Returns:
+        A callable with the method's signature and results.
+
+    Raises:
+        cannopy.frontend.errors.CaptureError: the method is not one graph; names the user's line and a cure.
+        cannopy.frontend.errors.BindingError: an input or a state tensor cannot be bound.
+        cannopy.pipeline.FusionRequiredError: a required fusion did not apply.
+        cannopy.fx_passes.manager.PassError: a pass failed its verification; nothing was emitted.
+        cannopy.backend.torchair.CompileError: torchair refused the graph; the cache is as it was.
+    """
+    options = options or Options()
+    kwargs = dict(example_kwargs or {})
+    build_options = _build_options(options)
+    on_device = have_npu()
+    if not on_device:
+        from cannopy.backend.host.activate import activate
+
+        activate()
+    timings: dict[str, float] = {}
+    start = time.perf_counter()
+    bindings.prepare_state(model, example_inputs, kwargs, method=method)
+    timings["prepare"] = time.perf_counter() - start
+    found = backend.lookup(model, method, example_inputs, kwargs, build_options, outputs.builder)
+    timings["lookup"] = time.perf_counter() - start - timings["prepare"]
+    if found.compiled is not None:
+        found.compiled.report = {**found.compiled.report, "timings": timings}
+        return Compiled(found.compiled)
+    program, done = lower(model, method, example_inputs, kwargs, options, timings)
+    start = time.perf_counter()
+    report = _report(done, on_device, timings)
+    compiled = backend.build(program, model, method, example_inputs, kwargs, build_options, found, report,
+                             outputs.builder)
+    timings["torchair"] = time.perf_counter() - start
+    compiled.report = {**compiled.report, "timings": timings}
+    return Compiled(compiled)
+
+
+def lower(
+    model: torch.nn.Module,
+    method: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    timings: dict[str, float],
+) -> tuple[Program, pipeline.Compilation]:
+    """Capture and run all passes; nothing is emitted. ``timings`` gets the seconds of both."""
+    with _target(options):
+        start = time.perf_counter()
+        program = capture(model, method, args, kwargs)
+        timings["capture"] = time.perf_counter() - start
+        done = pipeline.run(program, options)
+        timings["passes"] = done.seconds
+    return program, done
+
+
+def _target(options: Options) -> Any:
+    """The chip that meta functions and contracts see: the target on a host, the device itself where there is one."""
+    if have_npu():
+        import contextlib
+
+        return contextlib.nullcontext()
+    from cannopy.backend.host import target
+
+    return target.using(options.target)
+
+
+def _build_options(options: Options) -> BuildOptions:
+    return BuildOptions(target=options.target, text=options.text(), cache_dir=options.cache_dir,
+                        use_cache=options.use_cache)
+
+
+def _report(done: pipeline.Compilation, on_device: bool, timings: Mapping[str, float]) -> dict[str, Any]:
+    report = CompileReport.of(
+        fusions=done.log.counts(), hits=done.log.hits, misses=done.log.misses, nodes=done.nodes,
+        device="npu" if on_device else "host", timings=dict(timings), passes=done.records,
+    )
+    return report.to_dict()

@@ -28,7 +28,8 @@ def activate() -> None:
     import torchair._ge_concrete_graph.fx2ge_converter  # binds initialize_graph_engine by name
     from torchair.core import _backend, _torchair
 
-    kernels.register()
+    if kernels.registered_product() is None:
+        kernels.register()
     target.install()
     if _backend.TorchNpuGraph is HostGraph:
         return
@@ -50,10 +51,9 @@ def is_active() -> bool:
 def _refuse_on_device() -> None:
     from cannopy.backend.host.standin import real_cann_present
 
-    found = real_cann_present()
-    if found:
+    if real_cann_present():
         raise CannPresentError(
-            f"the host engine is for machines without CANN, and CANN is here ({found}); "
+            "the host engine is for machines without CANN, and CANN is installed here; "
             "nothing was replaced, compiled graphs run on the device"
         )
     import torch

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,33 +14,51 @@ from cannopy.backend.host.engine import proto
 from cannopy.backend.host.ge_ops.op import Kernel, Op, OpError
 from cannopy.backend.host.ge_ops.table import OPS, REF_OUTPUTS
 
+Expectation = tuple[tuple[int, ...] | None, torch.dtype | None, bool]
+"""Declared shape, declared dtype, and whether the shape is exact or only its element count."""
+
 Tensor = torch.Tensor
 GRAPH_INPUTS = frozenset({"Data", "RefData"})
 CONSTANTS = frozenset({"Const", "Constant"})
 ORDER_ONLY = frozenset({"NoOp", "Cmo"})
 """Ops without a value on the host: Cmo is an L2 prefetch."""
 
+LAZY_VIEWS = frozenset({"Reshape", "Transpose"})
+"""torchair does views late: it writes a view's shape over the note on the viewed op, then adds one of these ops
+where the view is used. So the noted shape of an op that feeds one is exact in its element count only."""
+
 
 @dataclass(frozen=True)
 class Step:
     """One op to run: ``kernel`` over the values in ``slots`` (-1: None) into ``outs``; ``free`` are the slots that
-    nobody reads afterwards; ``expect`` the declared (shape, dtype) per output."""
+    nobody reads afterwards; ``expect`` what the graph declares per output."""
 
     op: Op
     kernel: Kernel
     slots: tuple[int, ...]
     outs: tuple[int, ...]
     free: tuple[int, ...]
-    expect: tuple[tuple[tuple[int, ...] | None, torch.dtype | None], ...]
+    expect: tuple[Expectation, ...]
+
+
+@dataclass(frozen=True)
+class Input:
+    """Graph input ``index`` goes to ``slot``; ``shape`` None when it has symbols."""
+
+    index: int
+    slot: int
+    name: str
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
 
 
 @dataclass
 class Plan:
-    """What `build` makes of a graph. ``inputs`` is (graph input index, slot); ``outputs`` the slots of NetOutput's
-    data inputs; ``initial`` the values at the start of a run (constants and what depends on constants only)."""
+    """What `build` makes of a graph. ``outputs`` are the slots of NetOutput's data inputs, ``initial`` the values at the
+    start of a run: constants and what depends on constants only."""
 
     steps: list[Step] = field(default_factory=list)
-    inputs: list[tuple[int, int]] = field(default_factory=list)
+    inputs: list[Input] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     initial: list[Tensor | None] = field(default_factory=list)
 
@@ -81,6 +100,7 @@ class _Builder:
         self.known: dict[int, Tensor] = {}
         self.pending: list[tuple[Op, Kernel, tuple[int, ...], tuple[int, ...], Any]] = []
         self.ops = list(graph.op)
+        self.viewed = {e for op in self.ops if op.type in LAZY_VIEWS for e in proto.edges(op)[0][:1]}
 
     def run(self) -> Plan:
         for i in order(self.ops):
@@ -108,7 +128,9 @@ class _Builder:
 
     def _add(self, op: Any) -> None:
         if op.type in GRAPH_INPUTS:
-            self.plan.inputs.append((int(op.attr["index"].i), self._new_slot(op.name, 0)))
+            slot = self._new_slot(op.name, 0)
+            shape, dtype = proto.declared_input(op)
+            self.plan.inputs.append(Input(int(op.attr["index"].i), slot, op.name, shape, dtype))
         elif op.type in CONSTANTS:
             self._know(self._new_slot(op.name, 0), proto.constant(op))
         elif op.type == "NetOutput":
@@ -122,15 +144,17 @@ class _Builder:
 
     def _add_kernel(self, op: Any) -> None:
         slots = self._slots(op)
-        expect = tuple(proto.expected_output(d) for d in op.output_desc)
+        noted = [proto.expected_output(d) for d in op.output_desc]
+        expect: tuple[Expectation, ...] = tuple(
+            (shape, dtype, proto.Edge(op.name, i) not in self.viewed) for i, (shape, dtype) in enumerate(noted)
+        )
         view = Op(
             type=op.type,
             name=op.name,
             inputs=tuple(d.name for d in op.input_desc),
             attrs=op.attr,
             consts={i: self.known[s] for i, s in enumerate(slots) if s in self.known},
-            out_dtypes=tuple(d for _, d in expect),
-            out_shapes=tuple(s for s, _ in expect),
+            out_dtypes=tuple(dtype for _, dtype in noted),
             origin=proto.fx_name(op),
         )
         if op.type not in OPS:
@@ -180,7 +204,7 @@ def run_kernel(
     kernel: Kernel,
     slots: Sequence[int],
     values: Sequence[Tensor | None],
-    expect: Sequence[tuple[tuple[int, ...] | None, torch.dtype | None]],
+    expect: Sequence[Expectation],
 ) -> Sequence[Tensor | None]:
     """The outputs of one op, checked against what the graph declares. OpError names the op on any failure."""
     args = [values[s] if s >= 0 else None for s in slots]
@@ -188,17 +212,18 @@ def run_kernel(
         result = kernel(*args)
     except OpError:
         raise
-    except Exception as e:
+    except Exception as e:  # whatever the kernel raises gets the op's name
         raise op.error(f"{type(e).__name__}: {e} (inputs: {describe(op, args)})") from e
     outputs: Sequence[Tensor | None]
     if isinstance(result, torch.Tensor):
         outputs = (result,)
     else:
         outputs = () if result is None else result
-    for i, ((shape, dtype), value) in enumerate(zip(expect, outputs, strict=False)):
+    for i, ((shape, dtype, exact), value) in enumerate(zip(expect, outputs, strict=False)):
         if value is None:
             continue
-        if (shape is not None and value.shape != shape) or (dtype is not None and value.dtype != dtype):
+        same = shape is None or value.shape == shape or (not exact and value.numel() == math.prod(shape))
+        if not same or (dtype is not None and value.dtype != dtype):
             raise op.error(
                 f"output {i} is {value.dtype} {list(value.shape)}, the graph declares {dtype} "
                 f"{'a symbolic shape' if shape is None else list(shape)}"
@@ -217,6 +242,3 @@ def describe(op: Op, args: Sequence[Tensor | None]) -> str:
 def build(graph: Any) -> Plan:
     """The plan of a GE graph (torchair's GraphDef or GeGraph). OpError for anything the engine cannot run."""
     return _Builder(graph).run()
-
-
-Clock = Callable[[], float]

@@ -59,6 +59,13 @@ def expected_output(desc: Any) -> tuple[tuple[int, ...] | None, torch.dtype | No
     return tuple(int(d) for d in m[2].replace(" ", "").split(",") if d), dtype
 
 
+def declared_input(data: Any) -> tuple[tuple[int, ...] | None, torch.dtype | None]:
+    """Shape and dtype of a Data op's descriptor; the shape is None when it has symbols (-1, -2)."""
+    desc = data.output_desc[0]
+    shape = tuple(int(d) for d in desc.shape.dim)
+    return (None if any(d < 0 for d in shape) else shape), dtypes.BY_NAME.get(dtype_name(desc.dtype))
+
+
 def dtype_name(number: int) -> str:
     """``DT_…`` of a protobuf dtype number."""
     from torchair._ge_concrete_graph.ge_ir_pb2 import DataType

@@ -91,8 +91,14 @@ def profiling() -> Iterator[dict[str, float]]:
 
 def _execute(plan: Plan, inputs: Sequence[Tensor]) -> list[Tensor]:
     values = list(plan.initial)
-    for index, slot in plan.inputs:
-        values[slot] = inputs[index]
+    for expected in plan.inputs:
+        value = inputs[expected.index]
+        if (expected.shape is not None and value.shape != expected.shape) or value.dtype != expected.dtype:
+            raise OpError(
+                f"graph input {expected.index} ({expected.name}) is {value.dtype} {list(value.shape)}, "
+                f"the graph declares {expected.dtype} {expected.shape}"
+            )
+        values[expected.slot] = value
     seconds = _profile.get()
     for step in plan.steps:
         begin = time.perf_counter() if seconds is not None else 0.0

@@ -24,6 +24,15 @@ def _truncate_divide(a: Tensor, b: Tensor) -> Tensor:
     return torch.div(a, b, rounding_mode="trunc")
 
 
+def power(op: Op) -> Kernel:
+    """y = x1 ** x2. A constant one-element side is a number to PyTorch, which then takes its exact short cuts."""
+    base, exponent = op.consts.get(0), op.consts.get(1)
+    if exponent is not None and exponent.numel() == 1 and base is None:
+        number = exponent.item()
+        return lambda x1, x2: torch.pow(x1, number)
+    return torch.pow
+
+
 def axpy_v2(op: Op) -> Kernel:
     """y = x1 + alpha * x2, alpha a one-element tensor."""
     return lambda x1, x2, alpha: torch.add(x1, x2, alpha=alpha.item())
@@ -97,7 +106,6 @@ OPS: dict[str, Builder] = {
             "Mod": torch.fmod,
             "Mul": torch.mul,
             "NotEqual": torch.ne,
-            "Pow": torch.pow,
             "RealDiv": torch.div,
             "RightShift": torch.bitwise_right_shift,
             "SquaredDifference": lambda a, b: torch.square(a - b),
@@ -114,6 +122,7 @@ OPS: dict[str, Builder] = {
     "ClipByValueV2": clip,
     "Lerp": lerp,
     "MaskedFill": masked_fill,
+    "Pow": power,
     "Select": select,
     "SelectV2": select,
     "Sxpy": sxpy,

@@ -35,7 +35,6 @@ class Op:
     attrs: Mapping[str, Any]
     consts: Mapping[int, Tensor] = field(default_factory=dict)
     out_dtypes: tuple[torch.dtype | None, ...] = ()
-    out_shapes: tuple[tuple[int, ...] | None, ...] = ()
     origin: str = ""
 
     def where(self) -> str:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from cannopy.backend.host.ge_ops import (
     binary,
+    fused_attention,
+    fused_moe,
     fused_norm,
+    fused_simple,
     index,
     matmul,
     norm,
@@ -15,7 +18,7 @@ from cannopy.backend.host.ge_ops import (
 )
 from cannopy.backend.host.ge_ops.op import Builder
 
-_FAMILIES = (unary, binary, reduce, shape, index, scatter, matmul, norm, fused_norm)
+_FAMILIES = (unary, binary, reduce, shape, index, scatter, matmul, norm, fused_norm, fused_simple, fused_moe, fused_attention)
 
 
 def _merged() -> dict[str, Builder]:
@@ -30,5 +33,5 @@ def _merged() -> dict[str, Builder]:
 
 OPS: dict[str, Builder] = _merged()
 
-REF_OUTPUTS: dict[str, dict[int, int]] = {**scatter.REF_OUTPUTS}
+REF_OUTPUTS: dict[str, dict[int, int]] = {**scatter.REF_OUTPUTS, **fused_attention.REF_OUTPUTS}
 """GE type -> output -> input whose memory it is."""

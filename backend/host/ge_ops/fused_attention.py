@@ -1,0 +1,88 @@
+"""MLA prolog, lightning indexer and sparse attention through the CPU kernels of torch.ops.npu.
+
+Inputs are handed over by their GE names, which are the npu op's argument names; attributes by the names that
+torchair's converters give them (they differ from the argument's where a comment says so).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cannopy.backend.host.ge_ops.op import Builder, Kernel, Op, Tensor
+
+REF_OUTPUTS: dict[str, dict[int, int]] = {"MlaPrologV3": {2: 9, 3: 10}}
+"""kv_cache and kr_cache (torchair's graph_pass._get_output_to_input_ref_idx)."""
+
+_LONGEST = (1 << 63) - 1
+
+
+def named(op: Op, args: Sequence[Tensor | None], keep_none: bool = False) -> dict[str, Tensor | None]:
+    """The inputs that are fed, by name."""
+    return {n: a for n, a in zip(op.inputs, args, strict=True) if keep_none or a is not None}
+
+
+def mla_prolog_v3(op: Op) -> Kernel:
+    """(query, query_rope, kv_cache, kr_cache, dequant_scale_q_nope, query_norm, dequant_scale_q_norm); both caches
+    are written in place."""
+    ref = op.inputs[9:11]
+    if ref != ("kv_cache", "kr_cache"):
+        raise op.error(f"inputs 9 and 10 are {ref}, expected kv_cache and kr_cache")
+    attrs = {
+        "rmsnorm_epsilon_cq": op.float("rmsnorm_epsilon_cq", 1e-5),
+        "rmsnorm_epsilon_ckv": op.float("rmsnorm_epsilon_ckv", 1e-5),
+        "cache_mode": op.str("cache_mode", "PA_BSND"),
+        "query_norm_flag": op.bool("query_norm_flag", False),
+        "weight_quant_mode": op.int("weight_quant_mode", 0),
+        "kv_cache_quant_mode": op.int("kv_cache_quant_mode", 0),
+        "query_quant_mode": op.int("query_quant_mode", 0),
+        "ckvkr_repo_mode": op.int("ckvkr_repo_mode", 0),
+        "quant_scale_repo_mode": op.int("quant_scale_repo_mode", 0),
+        "tile_size": op.int("tile_size", 128),
+        "qc_qr_scale": op.float("qc_qr_scale", 1.0),
+        "kc_scale": op.float("kc_scale", 1.0),
+    }
+
+    def kernel(*args: Tensor | None) -> tuple[Tensor | None, ...]:
+        query, rope, scale_nope, norm, scale_norm = torch.ops.npu.npu_mla_prolog_v3(**named(op, args), **attrs)
+        return query, rope, args[9], args[10], scale_nope, norm, scale_norm
+
+    return kernel
+
+
+def lightning_indexer(op: Op) -> Kernel:
+    """(sparse_indices, sparse_values). The attribute is return_values, the argument return_value."""
+    attrs = {
+        "layout_query": op.str("layout_query", "BSND"),
+        "layout_key": op.str("layout_key", "BSND"),
+        "sparse_count": op.int("sparse_count", 2048),
+        "sparse_mode": op.int("sparse_mode", 3),
+        "pre_tokens": op.int("pre_tokens", _LONGEST),
+        "next_tokens": op.int("next_tokens", _LONGEST),
+        "return_value": op.bool("return_values", False),
+    }
+    return lambda *args: torch.ops.npu.npu_lightning_indexer(**named(op, args), **attrs)
+
+
+def sparse_flash_attention(op: Op) -> Kernel:
+    """(attention_out, softmax_max, softmax_sum)."""
+    attrs = {
+        "scale_value": op.float("scale_value", 1.0),
+        "sparse_block_size": op.int("sparse_block_size", 1),
+        "layout_query": op.str("layout_query", "BSND"),
+        "layout_kv": op.str("layout_kv", "BSND"),
+        "sparse_mode": op.int("sparse_mode", 3),
+        "pre_tokens": op.int("pre_tokens", _LONGEST),
+        "next_tokens": op.int("next_tokens", _LONGEST),
+        "attention_mode": op.int("attention_mode", 0),
+        "return_softmax_lse": op.bool("return_softmax_lse", False),
+    }
+    return lambda *args: torch.ops.npu.npu_sparse_flash_attention(**named(op, args), **attrs)
+
+
+OPS: dict[str, Builder] = {
+    "LightningIndexer": lightning_indexer,
+    "MlaPrologV3": mla_prolog_v3,
+    "SparseFlashAttention": sparse_flash_attention,
+}

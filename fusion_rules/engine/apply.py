@@ -18,6 +18,17 @@ class Log:
     hits: list[Hit] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)
 
+    def miss(self, miss: Miss) -> None:
+        """Note a miss; variants of one rule give one reason at one node once."""
+        if all((m.rule, m.node, m.reason) != (miss.rule, miss.node, miss.reason) for m in self.misses):
+            self.misses.append(miss)
+
+    def hit(self, hit: Hit, nodes: Iterable[fx.Node]) -> None:
+        """Note an application to ``nodes``; misses of the rule's other variants there are settled by it."""
+        names = {node.name for node in nodes}
+        self.misses = [m for m in self.misses if m.rule != hit.rule or not names & {m.node, m.anchor}]
+        self.hits.append(hit)
+
     def counts(self) -> dict[str, int]:
         """Applications per rule."""
         found: dict[str, int] = {}
@@ -47,16 +58,16 @@ def _at(rule: Rule, node: fx.Node, context: Context, log: Log) -> int:
     if match is None:
         stop = matcher.stop
         if stop is not None and stop.matched >= rule.near:
-            log.misses.append(Miss.at(rule.name, node, str(stop), stop.node, stop.matched))
+            log.miss(Miss.at(rule.name, node, str(stop), stop.node, stop.matched))
         return 0
     refusal = rule.check(match, context) if rule.check else None
     if refusal is not None:
-        log.misses.append(Miss.at(rule.name, node, refusal.reason, refusal.node, len(match.nodes)))
+        log.miss(Miss.at(rule.name, node, refusal.reason, refusal.node, len(match.nodes)))
         return 0
     hit = _hit(rule, match)
     with context.editor.before(node, rule=rule.name if rule.kernel else None):
         rule.rewrite(match, context)
-    log.hits.append(hit)
+    log.hit(hit, match.nodes)
     return 1
 
 

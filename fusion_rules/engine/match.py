@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any as Anything
 
 from torch import fx
+from torch._ops import OpOverload
 
 from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Literal, Number, Op, Pattern, Through
 from cannopy.fx_passes.graph import where
@@ -153,7 +154,7 @@ class Matcher:
             crossed, user, current = crossed.add(current), current, current.args[0]
 
     def _op(self, p: Op, value: Anything, state: State, user: fx.Node | None) -> Iterator[State]:
-        if not isinstance(value, fx.Node) or value.op != "call_function" or value.target not in p.targets:
+        if not isinstance(value, fx.Node) or value.op != "call_function" or not _is_one_of(value.target, p.targets):
             self._fail(state, value if isinstance(value, fx.Node) else user, _names(p), describe(value))
             return
         if len(value.args) > len(p.args) and not p.rest or len(value.args) < len(p.args):
@@ -175,6 +176,10 @@ class Matcher:
         for args in orders:
             for found in self._all(args, value.args, here, value):
                 yield from self._all(keyword, given, found, value)
+
+
+def _is_one_of(target: Anything, targets: Sequence[Anything]) -> bool:
+    return target in targets or (isinstance(target, OpOverload) and target.name() in targets)
 
 
 def _same(a: Anything, b: Anything) -> bool:

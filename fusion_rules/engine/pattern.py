@@ -43,6 +43,7 @@ class Literal(Pattern):
 class Op(Pattern):
     """A call of one of ``targets`` whose arguments match ``args`` in order.
 
+    A target is an operator or the full name of one that may not be loaded (``"npu::npu_swiglu"``).
     Arguments that the pattern does not list must be absent from the call, unless ``rest`` is True;
     keyword arguments must match ``kwargs``. ``commutative`` tries both orders of the first two arguments.
     ``name`` binds the node.

@@ -38,7 +38,8 @@ class BuildOptions:
     use_cache: bool = True
     compiler: Mapping[str, Any] = field(default_factory=lambda: COMPILER_OPTIONS)
 
-    def key_text(self) -> str:
-        """What of this enters the cache key."""
-        settings = "\n".join(f"{k}={v}" for k, v in sorted(self.compiler.items()))
-        return f"engine={self.engine}\n{settings}\n{self.text}"
+    def key_items(self) -> dict[str, str]:
+        """What of this enters the cache key; the lines of `text` count one by one, so that a miss can name one."""
+        lines = [line.partition("=") for line in self.text.splitlines()]
+        items = {f"{name} (line {i})" if not eq else name: value for i, (name, eq, value) in enumerate(lines)}
+        return {"engine": self.engine, **{k: str(v) for k, v in sorted(self.compiler.items())}, "text": self.text, **items}

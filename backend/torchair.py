@@ -117,8 +117,9 @@ class TorchairFactory:
     def compile(self, generated: GeneratedModule, tensors: Tensors) -> Tensors:
         """Trace, lower and store the method, and run it once on `tensors`, which it changes. `CompileError`."""
         with self._torchair(), _generated_code(None) as modules:
+            compiled = self._cache_compile(generated)
             try:
-                outputs = generated.call(self._cache_compile(generated), tensors)
+                outputs = generated.call(compiled, tensors)
             except Exception as e:  # torch, torchair, GE: no common base
                 raise CompileError(self._failure(generated, e)) from e
         stored = [p for p in self.work.files() if Path(p).name == STORED]
@@ -135,8 +136,9 @@ class TorchairFactory:
             "cache_dir": str(self.work.path),
             "ge_cache": True,
         }
-        unknown = settings.keys() - inspect.signature(function).parameters.keys()
-        if unknown:  # cache_compile would swallow them
+        inner = importlib.import_module("torchair.inference._cache_compiler").cache_compile
+        unknown = settings.keys() - inspect.signature(inner).parameters.keys()
+        if unknown:  # both functions swallow unknown names
             raise CompileError(f"this torchair's cache_compile has no option {', '.join(sorted(unknown))}")
         return function(generated.method, **settings)
 
@@ -166,7 +168,7 @@ class TorchairFactory:
 
 
 def _torchair() -> Any:
-    lazy = importlib.import_module("torch_npu.dynamo").torchair
+    lazy = importlib.import_module("torch_npu.dynamo.torchair")
     lazy.CompilerConfig  # noqa: B018 the import is lazy; this runs it
     return importlib.import_module("torchair")
 

@@ -44,7 +44,7 @@ def key(
         "attributes": attributes,
         "parameters": _weights(model),
         "inputs": inputs,
-        "options": {"options": options.key_text()},
+        "options": options.key_items(),
         "package": {"package": package_digest()},
         "versions": versions(),
         "target": _target(options),

@@ -1,0 +1,41 @@
+"""Cannopy compiles plain PyTorch LLMs for Ascend NPUs through torchair.
+
+    compiled = cannopy.compile(model, example_inputs=(ids,), example_kwargs={"cache": cache})
+
+Importing this package does not import torch: `cannopy doctor` and `cannopy host install` have to work where torch
+cannot be imported yet.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cannopy.errors import CannopyError
+from cannopy.options import Options
+from cannopy.report import CompileReport
+
+if TYPE_CHECKING:
+    from cannopy.api import Compiled, compile
+
+__version__ = "0.1.0"
+__all__ = ["CannopyError", "CompileReport", "Compiled", "Options", "compile"]
+
+_NEED_TORCH = ("Compiled", "compile")
+
+
+def __getattr__(name: str) -> Any:
+    """`compile` and `Compiled` on first use; `CannopyError` with the cure when torch or torch_npu cannot be imported."""
+    if name not in _NEED_TORCH:
+        raise AttributeError(f"module 'cannopy' has no attribute {name!r}")
+    from cannopy.environment import require_torch
+
+    require_torch()
+    from cannopy import api
+
+    value = getattr(api, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,107 @@
+"""What a user may choose about one compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+from cannopy.errors import OptionError, unknown
+
+Phase = Literal["prefill", "decode"]
+Target = Literal["atlas-a2", "atlas-a3", "atlas-950"]
+FusionSwitch = bool | Literal["require"]
+
+PHASES: tuple[str, ...] = get_args(Phase)
+TARGETS: tuple[str, ...] = get_args(Target)
+MAX_BLOCK = 1024
+"""Largest block of a paged cache that the attention kernels take, in tokens (op documentation of the MLA prolog)."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `cannopy.compile`.
+
+    Args:
+        phase: what the call is, for the report and for later planning; None when it is neither.
+        target: the product to compile for. Where an NPU is present, the NPU is the target.
+        cache_dir: folder of the compile cache; None is ``$XDG_CACHE_HOME/cannopy`` or ``~/.cache/cannopy``.
+        use_cache: False neither reads nor writes the cache.
+        fusions: rule name → True (the default of every rule), False (leave it out) or ``"require"``
+            (an error with the reasons when it applies nowhere).
+        block_size: tokens per block of the paged view of a cache, a multiple of 16 up to 1024; None chooses one.
+        dump_dir: folder for numbered text dumps of the graph, one per pass that changed it.
+        verify: check the graph between passes.
+        offline: the model has no weights (meta device); compile for the target and do not run.
+
+    Raises:
+        OptionError: a value that an option does not take, naming the nearest that it takes.
+    """
+
+    phase: Phase | None = None
+    target: Target = "atlas-a3"
+    cache_dir: Path | None = None
+    use_cache: bool = True
+    fusions: Mapping[str, FusionSwitch] = field(default_factory=dict)
+    block_size: int | None = None
+    dump_dir: Path | None = None
+    verify: bool = True
+    offline: bool = False
+
+    def __post_init__(self) -> None:
+        if self.phase is not None and self.phase not in PHASES:
+            raise OptionError(unknown("phase", self.phase, PHASES))
+        if self.target not in TARGETS:
+            raise OptionError(unknown("target", self.target, TARGETS))
+        for name, switch in self.fusions.items():
+            if not isinstance(switch, bool) and switch != "require":
+                raise OptionError(f"fusion {name}: expected True, False or 'require', found {switch!r}")
+        size = self.block_size
+        if size is not None and (isinstance(size, bool) or size % 16 or not 0 < size <= MAX_BLOCK):
+            raise OptionError(f"block_size: expected a multiple of 16 from 16 to {MAX_BLOCK}, found {size!r}")
+        for name in ("cache_dir", "dump_dir"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, Path(value))
+        object.__setattr__(self, "fusions", MappingProxyType(dict(sorted(self.fusions.items()))))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Options:
+        """Options from plain data; an unknown key is an `OptionError` that names the nearest one."""
+        names = [f.name for f in fields(cls)]
+        for key in values:
+            if key not in names:
+                raise OptionError(unknown("option", key, names))
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: ``Options.from_dict(o.to_dict()) == o``, and JSON takes it."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        paths = {k: str(v) for k, v in plain.items() if isinstance(v, Path)}
+        return {**plain, **paths, "fusions": dict(self.fusions)}
+
+    def text(self) -> str:
+        """The options that decide the graph, one ``name=value`` per line in a fixed order; part of the cache key.
+
+        Where things are stored, what is dumped and whether the graph is checked do not decide it.
+        """
+        lines = [
+            f"phase={self.phase or 'none'}",
+            f"target={self.target}",
+            f"block_size={self.block_size or 'auto'}",
+            *(f"fusion.{name}={_word(switch)}" for name, switch in self.fusions.items() if switch is not True),
+        ]
+        return "\n".join(lines)
+
+    def check_fusions(self, names: Iterable[str]) -> None:
+        """`OptionError` when ``fusions`` has a name that is not among the rules ``names``."""
+        known = sorted(set(names))
+        for name in self.fusions:
+            if name not in known:
+                raise OptionError(unknown("fusion", name, known))
+
+
+def _word(switch: FusionSwitch) -> str:
+    return switch if isinstance(switch, str) else ("on" if switch else "off")

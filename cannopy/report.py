@@ -1,0 +1,111 @@
+"""What a compilation did, as data, as JSON and as tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, cast
+
+from cannopy.errors import CannopyError, unknown
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from cannopy.fusion_rules.engine.rule import Hit, Miss
+    from cannopy.fx_passes.manager import PassRecord
+
+_SCHEDULE = ("streams", "core_limits", "prefetches", "super_kernels", "predicted_us", "lower_bound_us", "serial_us")
+_DISTRIBUTIONS = ("cannopy", "torch", "torch_npu", "transformers")
+
+
+def _no_schedule() -> dict[str, Any]:
+    return dict.fromkeys(_SCHEDULE)
+
+
+@dataclass
+class CompileReport:
+    """The result of one `cannopy.compile`.
+
+    ``fusions`` {rule: applications}. ``misses``: where a rule came near and did not apply: {rule, anchor, reason,
+    node, source, layer, module_path, matched}. ``hits``: where it applied: {rule, node, layer, module_path, lines}.
+    ``nodes`` {captured, normalised, final}: nodes of the graph. ``kernels`` {op: count}: device kernels of the final
+    graph, without data, constants and metadata ops. ``ge_ops`` {GE type: count}: everything torchair submitted.
+    ``cache_copies``: ops that copy a whole cache, None when unknown. ``schedule``: values are None until a scheduler
+    has run; times in microseconds. ``cache`` {status: hit|miss|rebuilt, key, reason}. ``timings`` {step: seconds}.
+    ``device``: ``npu`` or ``host``. ``versions`` {package: version}. ``passes``: {name, seconds, nodes_before,
+    nodes_after, changes} in order.
+    """
+
+    fusions: dict[str, int] = field(default_factory=dict)
+    misses: list[dict[str, Any]] = field(default_factory=list)
+    nodes: dict[str, int] = field(default_factory=dict)
+    kernels: dict[str, int] = field(default_factory=dict)
+    ge_ops: dict[str, int] = field(default_factory=dict)
+    cache_copies: int | None = None
+    schedule: dict[str, Any] = field(default_factory=_no_schedule)
+    cache: dict[str, str] = field(default_factory=dict)
+    timings: dict[str, float] = field(default_factory=dict)
+    device: str = "host"
+    versions: dict[str, str] = field(default_factory=dict)
+    hits: list[dict[str, Any]] = field(default_factory=list)
+    passes: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        fusions: Mapping[str, int],
+        hits: Sequence[Hit],
+        misses: Sequence[Miss],
+        nodes: Mapping[str, int],
+        device: str,
+        timings: Mapping[str, float],
+        passes: Sequence[PassRecord],
+    ) -> CompileReport:
+        """The report of what the passes did, before torchair has compiled anything."""
+        return cls(
+            fusions=dict(fusions),
+            misses=_plain(misses),
+            nodes=dict(nodes),
+            timings=dict(timings),
+            device=device,
+            versions=versions(),
+            hits=_plain(hits),
+            passes=_plain(passes),
+        )
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> CompileReport:
+        """The inverse of `to_dict`; `CannopyError` for a key that a report does not have."""
+        names = [f.name for f in dataclasses.fields(cls)]
+        for key in data:
+            if key not in names:
+                raise CannopyError(unknown("key of a report", key, names))
+        return cls(**data)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that JSON takes; a copy."""
+        return dataclasses.asdict(self)
+
+    def __rich__(self) -> RenderableType:
+        from cannopy.report_view import render
+
+        return render(self)
+
+
+def versions() -> dict[str, str]:
+    """Python and the installed packages that decide what a compilation gives; absent ones are left out."""
+    found = {"python": platform.python_version()}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _plain(values: Iterable[Any]) -> list[dict[str, Any]]:
+    """Dataclass instances as dicts with lists for tuples, as JSON would give them back."""
+    return [{k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(cast("Any", x)).items()} for x in values]

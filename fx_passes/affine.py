@@ -16,8 +16,12 @@ import torch
 from torch import fx
 
 from cannopy.fx_passes.graph import aten, is_call, shape
+from cannopy.fx_passes.normalise.constants import constant
 from cannopy.fx_passes.normalise.slices import bounds
 from cannopy.fx_passes.normalise.views import permutation
+
+VERY_NEGATIVE = -1e30
+"""Models mask with -inf or with their dtype's lowest value; fp16's (-65504) is not enough beside large scores."""
 
 INTEGERS = (torch.int64, torch.int32)
 
@@ -125,7 +129,7 @@ def _evaluate(node: object, memo: dict[fx.Node, Value | None]) -> Value | None:
 def _node(node: fx.Node, memo: dict[fx.Node, Value | None]) -> Value | None:
     size, kind = shape(node), node.meta["val"].dtype
     if node.op == "call_function":
-        for rule in (_source, _arithmetic, _comparison, _logic, _moved):
+        for rule in (_source, _arithmetic, _comparison, _logic, _additive, _moved):
             found = rule(node, memo)
             if found is not None:
                 return found
@@ -192,6 +196,22 @@ def _logic(node: fx.Node, memo: dict[fx.Node, Value | None]) -> Value | None:
             negative = Affine((0,) * len(term.coefs), -1).plus(term, -1)
             return Mask(inner.rank, (negative,))
     return None
+
+
+def _additive(node: fx.Node, memo: dict[fx.Node, Value | None]) -> Value | None:
+    """where(mask, 0, very negative): the mask in the form that is added to scores."""
+    if not is_call(node, aten.where.self) or not node.meta["val"].dtype.is_floating_point:
+        return None
+    condition, kept, dropped = node.args
+    if constant(kept) != 0 or not very_negative(constant(dropped)):
+        return None
+    inner = _evaluate(condition, memo)
+    return inner if isinstance(inner, Mask) else None
+
+
+def very_negative(value: object) -> bool:
+    """Whether a number added to a score makes its softmax weight zero next to any score of a real model."""
+    return isinstance(value, int | float) and value <= VERY_NEGATIVE
 
 
 def _aligned(term: Affine, rank: int) -> Affine:

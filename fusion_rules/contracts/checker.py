@@ -68,9 +68,7 @@ def value_error(op: str, rule: str, found: str) -> ContractError:
     raise KeyError(f"the contract of {op} has no value rule {rule!r}")
 
 
-def _bind(
-    op: str, contract: Contract, args: Sequence[object], kwargs: Mapping[str, object]
-) -> dict[str, Any]:
+def _bind(op: str, contract: Contract, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, Any]:
     order = list(contract.arguments)
     if len(args) > len(order):
         raise TypeError(f"{op} takes {len(order)} arguments, got {len(args)}")
@@ -128,9 +126,7 @@ def _tensors(subject: Any) -> tuple[TensorFacts, ...]:
     return ()
 
 
-def _tensor_failures(
-    rules: Mapping[str, Any], facts: TensorFacts, names: dict[str, Any]
-) -> Iterator[tuple[str, str]]:
+def _tensor_failures(rules: Mapping[str, Any], facts: TensorFacts, names: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if "dtype" in rules and facts.dtype not in rules["dtype"]:
         yield f"of dtype {' or '.join(rules['dtype'])}", facts.dtype
     if "dtype_of" in rules:

@@ -91,13 +91,15 @@ class Expression:
         return found - set(_FUNCTIONS)
 
 
+_NODES = (
+    *(ast.BoolOp, ast.boolop, ast.Compare, ast.BinOp, ast.UnaryOp, ast.Not, ast.USub, ast.Name, ast.Load),
+    *(ast.Constant, ast.List, ast.Tuple, ast.Subscript, *_BINARY, *_COMPARE),
+)
+
+
 def _validate(tree: ast.expr, text: str) -> None:
     for node in ast.walk(tree):
-        ok = isinstance(
-            node,
-            (ast.BoolOp, ast.boolop, ast.Compare, ast.BinOp, ast.UnaryOp, ast.Name, ast.Load, ast.Constant)
-            + (ast.List, ast.Tuple, ast.Subscript, ast.Not, ast.USub, *_BINARY, *_COMPARE),
-        )
+        ok = isinstance(node, _NODES)
         ok = ok or (isinstance(node, ast.Attribute) and node.attr in _ATTRIBUTES)
         ok = ok or (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS)
         if not ok:

@@ -13,11 +13,13 @@ from .expressions import Expression
 from .model import PRODUCTS, Clause, Contract, ValueRule
 
 _RULES = frozenset(
-    "required absent dtype dtype_of rank shape shape_of contiguous holds in min max multiple_of power_of_two equals".split()
+    {"required", "absent", "dtype", "dtype_of", "rank", "shape", "shape_of", "contiguous", "holds"}
+    | {"in", "min", "max", "multiple_of", "power_of_two", "equals"}
 )
 _CLAUSE_KEYS = frozenset({"id", "argument", "source", "products", "when", "value", "expected"}) | _RULES
 _CONTRACT_KEYS = frozenset(
-    "op twins products ge_type graph_mode mutates cann source arguments clauses host_clauses value_rules notes".split()
+    {"op", "twins", "products", "ge_type", "graph_mode", "mutates", "cann", "source", "arguments"}
+    | {"clauses", "host_clauses", "value_rules", "notes"}
 )
 
 
@@ -126,7 +128,8 @@ def _expressions(value: Any) -> Any:
 
 def _check_names(contract: Contract, file: str) -> None:
     seen: set[str] = set()
-    for entry in (*contract.clauses, *contract.host_clauses, *contract.value_rules):
+    entries: tuple[Clause | ValueRule, ...] = (*contract.clauses, *contract.host_clauses, *contract.value_rules)
+    for entry in entries:
         if entry.id in seen:
             raise ContractFileError(f"{file}: clause id {entry.id!r} is used twice")
         seen.add(entry.id)

@@ -8,9 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SCHEMA = (
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool is_causal, bool enable_gqa) -> Tensor"
-)
+SCHEMA = "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool is_causal, bool enable_gqa) -> Tensor"
 
 _libraries: list[torch.library.Library] = []
 """Keeps the registration alive: torch drops an operator together with its Library object."""

@@ -19,7 +19,7 @@ from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Literal, Number, Op, Pattern, Through, op
 from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
 from cannopy.fusion_rules.rewrite import positions
-from cannopy.fx_passes.affine import Causal, causal
+from cannopy.fx_passes.affine import Causal, causal, very_negative
 from cannopy.fx_passes.graph import aten, dtype, shape
 from cannopy.fx_passes.weight_plan import derived, preview, why_not_weight
 
@@ -48,8 +48,12 @@ def _index_scores() -> Pattern:
 
 
 def _selected() -> Pattern:
-    topk_args = (op(aten.masked_fill.Scalar, _index_scores(), op(aten.bitwise_not.default, Any("index_mask")),
-                    Literal(MINUS_INF)), Number("k"))
+    masked = Alt((
+        op(aten.masked_fill.Scalar, _index_scores(), op(aten.bitwise_not.default, Any("index_mask")),
+           Literal(MINUS_INF)),
+        op(aten.add.Tensor, _index_scores(), Any("index_mask")),
+    ))
+    topk_args = (masked, Number("k"))
     topk = Alt((
         op(aten.topk.default, *topk_args, name="topk"),
         op(aten.topk.default, *topk_args, Literal(-1), name="topk"),
@@ -57,7 +61,7 @@ def _selected() -> Pattern:
     ))
     picks = Through(op(operator.getitem, topk, Literal(1)), over=CAST, name="picks")
     return Through(
-        op(aten.scatter.value, op(aten.new_ones.default, Any(), Any(), rest=True), Literal(-1), picks, Literal(False)),
+        op(aten.scatter.value, op(aten.full.default, Any(), Literal(True), rest=True), Literal(-1), picks, Literal(False)),
         over=RESHAPE,
     )
 
@@ -79,12 +83,18 @@ def _keys_and_values() -> tuple[Pattern, Pattern]:
 
 KEYS, VALUES = _keys_and_values()
 
+MASK = Alt((
+    op(aten.bitwise_and.Tensor, Any("attention_mask"), op(aten.bitwise_not.default, _selected()), commutative=True),
+    op(aten.masked_fill.Scalar, Any("attention_mask"), _selected(), Any("fill", where=lambda value: (
+        None if very_negative(value) else f"{value}, too small to hide a key"))),
+))
+
 PATTERN = op(
     torch.ops.cannopy.attention.default,
     op(aten.cat.default, Items((Any("q_nope"), Any("q_rope"))), Literal(3)),
     KEYS,
     VALUES,
-    op(aten.bitwise_and.Tensor, Any("attention_mask"), op(aten.bitwise_not.default, _selected()), commutative=True),
+    MASK,
     Number("scale"),
     Literal(False),
     Literal(False),

@@ -1,0 +1,69 @@
+"""softmax(q · kᵀ · scale + mask) · v, written out  →  cannopy::attention(q, k, v, mask, scale).
+
+Models round the scores and the weights to their dtype in between; the op keeps them in fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from cannopy.fusion_rules.engine.match import Match
+from cannopy.fusion_rules.engine.pattern import Alt, Any, Literal, Number, Through, op
+from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
+from cannopy.fx_passes.graph import aten, dtype, shape
+
+CAST = (aten._to_copy.default,)
+
+_products = op(aten.matmul.default, Any("q"), op(aten.permute.default, Any("k"), Literal([0, 1, 3, 2])))
+_scaled = op(aten.mul.Tensor, _products, Number("scale"), name="scaled")
+
+PATTERN = op(
+    aten.matmul.default,
+    Through(
+        op(
+            aten._softmax.default,
+            Through(Alt((op(aten.add.Tensor, _scaled, Any("mask")), _scaled)), over=CAST),
+            Literal(-1),
+            Literal(False),
+        ),
+        over=CAST,
+        name="weights",
+    ),
+    Any("v"),
+)
+
+
+def check(match: Match, ctx: Context) -> Refusal | None:
+    """Four-dimensional tensors of one dtype with equal batch and heads, and a mask that broadcasts to the scores."""
+    q, k, v = shape(match["q"]), shape(match["k"]), shape(match["v"])
+    if len(q) != 4 or q[:2] != k[:2] or k[:3] != v[:3] or q[3] != k[3]:
+        return Refusal(f"q {list(q)}, k {list(k)}, v {list(v)} are not [B, N, S, D], [B, N, T, D], [B, N, T, Dv]",
+                       match.anchor)
+    if len({dtype(match[n]) for n in ("q", "k", "v")} | {dtype(match["weights"]), dtype(match.anchor)}) > 1:
+        return Refusal("the attention mixes dtypes", match.anchor)
+    mask = match.get("mask")
+    if mask is not None and (not isinstance(mask, fx.Node) or len(shape(mask)) != 4):
+        return Refusal("what is added to the scores is not a mask over [B, N, S, T]", match["scaled"])
+    if mask is not None and any(m not in (1, s) for m, s in zip(shape(mask), (*q[:3], k[2]), strict=True)):
+        return Refusal(f"mask {list(shape(mask))} does not broadcast to the scores", mask)
+    return None
+
+
+def rewrite(match: Match, ctx: Context) -> None:
+    """Replace the weighted sum by the dialect op."""
+    node = ctx.editor.call(
+        torch.ops.cannopy.attention.default, match["q"], match["k"], match["v"], match.get("mask"),
+        float(match["scale"]), False, False,
+    )
+    ctx.editor.replace(match.anchor, node)
+
+
+RULE = Rule(
+    name="lift_attention",
+    equation="softmax(q k^T scale + mask) v -> attention(q, k, v, mask, scale)",
+    pattern=PATTERN,
+    check=check,
+    rewrite=rewrite,
+    near=3,
+)

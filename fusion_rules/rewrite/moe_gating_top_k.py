@@ -1,0 +1,222 @@
+"""s = sigmoid(x); ids = topk(groups(s + b)); s[ids] / (Σ s[ids] + eps) · f  →  npu_moe_gating_top_k(x, k, b, …).
+
+The sigmoid form always divides by the sum of the chosen scores, the softmax form (s[ids] · f) never does: that is what
+norm_type 1 and 0 of the op compute (op-plugin document of npu_moe_gating_top_k). ``b`` only takes part in the choice.
+Groups of experts compete by the sum of their two best scores (group_select_mode 1) or by the best one (mode 0).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any as Anything
+
+import torch
+from torch import fx
+
+from cannopy.fusion_rules.engine.match import Match
+from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Literal, Number, Pattern, Through, op
+from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
+from cannopy.fusion_rules.rewrite.trial import Call, arguments, refused
+from cannopy.fx_passes.graph import aten, dtype, is_call, shape
+
+NAME = "moe_gating_top_k"
+SOFTMAX, SIGMOID = 0, 1
+BEST, TOP_TWO = 0, 1
+
+SCORES = Alt(
+    (
+        op(aten._softmax.default, Any("logits"), Number("softmax_dim"), Literal(False), name="scores"),
+        op(aten.sigmoid.default, Any("logits"), name="scores"),
+    ),
+    name="norm_type",
+)
+CHOICE = Through(Alt((op(aten.add.Tensor, SCORES, Any("bias"), commutative=True), SCORES)), name="choice")
+
+GROUPED = op(aten.reshape.default, Any("choice"), Any(), name="grouped")
+GROUP_BEST = Alt((
+    op(aten.amax.default, GROUPED, Items((Number("group_dim"),)), rest=True),
+    op(operator.getitem, op(aten.max.dim, GROUPED, Number("group_dim"), rest=True), Literal(0)),
+))
+GROUP_TOP = op(aten.topk.default, GROUPED, Number("group_top"), rest=True, name="group_best")
+GROUP_SUM = op(aten.sum.dim_IntList, op(operator.getitem, GROUP_TOP, Literal(0)), Items((Number("group_dim"),)))
+GROUP_SCORES = Alt((GROUP_BEST, GROUP_SUM), name="group_select_mode")
+GROUP_IDS = op(
+    operator.getitem,
+    op(aten.topk.default, GROUP_SCORES, Number("k_group"), rest=True, name="group_topk"),
+    Literal(1),
+)
+
+
+def _marks(blank: Pattern, value: Pattern) -> Pattern:
+    """[T, G] of ``blank`` with ``value`` at the chosen groups, as [T, G, 1]."""
+    marked = op(aten.scatter.value, blank, Alt((Literal(1), Literal(-1))), GROUP_IDS, value, name="marks")
+    return op(aten.reshape.default, marked, Any())
+
+
+ZEROS = Alt((
+    op(aten.zeros_like.default, Any(), rest=True),
+    op(aten.new_zeros.default, Any(), Any(), rest=True),
+))
+ONES = Alt((
+    op(aten.ones_like.default, Any(), rest=True),
+    op(aten.new_ones.default, Any(), Any(), rest=True),
+))
+PER_EXPERT = op(aten.reshape.default, op(aten.expand.default, _marks(ZEROS, Number(equal=1)), Any()), Any())
+DROPPED = op((aten.bitwise_not.default, aten.logical_not.default),
+             Through(PER_EXPERT, over=(aten._to_copy.default,)))
+MASKED = Alt((
+    op(aten.masked_fill.Scalar, CHOICE, DROPPED, Number("fill"), name="masked"),
+    op(
+        aten.reshape.default,
+        op(aten.masked_fill.Scalar, op(aten.reshape.default, CHOICE, Any()), _marks(ONES, Literal(False)),
+           Number("fill")),
+        Any(),
+        name="masked",
+    ),
+))
+TOPK = op(aten.topk.default, Alt((MASKED, CHOICE)), Number("k"), rest=True, name="topk")
+IDS = op(operator.getitem, TOPK, Literal(1), name="ids")
+PICKED = op(aten.gather.default, Any("gathered"), Number("gather_dim"), IDS, rest=True, name="picked")
+VALUES = op(operator.getitem, TOPK, Literal(0))
+TOTAL = op(aten.sum.dim_IntList, Any("picked"), Items((Number("sum_dim"),)), Literal(True))
+NORMED = op(aten.div.Tensor, PICKED, Alt((op(aten.add.Tensor, TOTAL, Number("eps"), commutative=True), TOTAL)))
+
+
+def _last(node: fx.Node, dim: object) -> bool:
+    return isinstance(dim, int) and dim % len(shape(node)) == len(shape(node)) - 1
+
+
+def _scores_refusal(match: Match) -> Refusal | None:
+    """The op scores fp32 logits [T, E] over all experts, with a bias of the same dtype."""
+    logits, scores, bias = match["logits"], match["scores"], match.get("bias")
+    if len(shape(logits)) != 2:
+        return Refusal(f"the logits must be [tokens, experts], found shape {list(shape(logits))}", logits)
+    if dtype(logits) != torch.float32 or dtype(scores) != torch.float32:
+        return Refusal(f"experts are chosen by {dtype(scores)} scores, the op chooses by fp32 scores", scores)
+    if match["norm_type"] == SOFTMAX and not _last(logits, match["softmax_dim"]):
+        return Refusal("the softmax is not over the experts", scores)
+    if bias is None:
+        return None
+    experts = shape(logits)[1]
+    if not isinstance(bias, fx.Node) or shape(bias) != (experts,):
+        return Refusal(f"the bias must be a tensor of shape [{experts}], one value per expert, found {bias}", scores)
+    if dtype(bias) != torch.float32:
+        return Refusal(f"the bias is {dtype(bias)}; the op takes it in the dtype of the fp32 logits: keep the "
+                       "correction bias in fp32, rounding it changes the choice", bias)
+    return None
+
+
+def _choice_refusal(match: Match) -> Refusal | None:
+    """The k largest of each row, weighted by the scores without bias."""
+    topk, given = match["topk"], arguments(match["topk"])
+    if not given["largest"] or not _last(topk.args[0], given["dim"]):
+        return Refusal("the top-k does not take the largest scores over the experts", topk)
+    picked = match.get("picked")
+    if picked is None:
+        if match["choice"] is not match["scores"]:
+            return Refusal("the weights are taken from biased scores, the op takes them from the scores", topk)
+    elif match["gathered"] is not match["scores"]:
+        biased = match["gathered"] in (match["choice"], match.get("masked"))
+        source = "biased scores" if biased and match["choice"] is not match["scores"] else "something else"
+        return Refusal(f"the weights are taken from {source}, the op takes them from the scores", picked)
+    elif not _last(match["scores"], match["gather_dim"]):
+        return Refusal("the weights are not gathered over the experts", picked)
+    return None
+
+
+def _groups_refusal(match: Match) -> Refusal | None:
+    """Groups are runs of E/G consecutive experts, whole groups are dropped."""
+    if match.get("fill") is None:
+        return None
+    tokens, experts = shape(match["logits"])
+    grouped, marks, topk = match["grouped"], match["marks"], match["group_topk"]
+    groups = shape(marks)[1] if len(shape(marks)) == 2 else 0
+    if groups == 0 or shape(grouped) != (tokens, groups, experts // groups):
+        return Refusal(f"groups must be [tokens, groups, experts per group], found {list(shape(grouped))}", grouped)
+    given = arguments(topk)
+    if not given["largest"] or not _last(marks, given["dim"]) or not _last(grouped, match["group_dim"]):
+        return Refusal("the groups with the largest scores must stay", topk)
+    if match["group_select_mode"] == TOP_TWO:
+        best = arguments(match["group_best"])
+        if best["k"] != 2 or not best["largest"] or not _last(grouped, best["dim"]):
+            return Refusal(f"a group's score is the sum of its {best['k']} best, the op knows the best or the sum of "
+                           "two", match["group_best"])
+    if match["fill"] == 0 and match.get("bias") is not None:
+        return Refusal("dropped experts get the score 0.0, not -inf: with a bias the scores of kept experts may be "
+                       "negative and lose to them", match["masked"])
+    if match["fill"] not in (0, -math.inf):
+        return Refusal(f"dropped experts get the score {match['fill']:g}, the op never takes them", match["masked"])
+    return None
+
+
+def _weights_refusal(match: Match, normed: bool) -> Refusal | None:
+    """Sigmoid scores are renormalised, softmax scores are not."""
+    if not normed and match["norm_type"] == SIGMOID:
+        return Refusal("the sigmoid scores are not divided by (their sum + eps), the op always does that",
+                       match.get("picked") or match["topk"])
+    if normed and not _last(match["picked"], match["sum_dim"]):
+        return Refusal("the scores are not divided by the sum over the chosen experts", match["picked"])
+    return None
+
+
+def _emit(match: Match, call: Call) -> tuple[Anything, Anything]:
+    """(weights fp32 [T, k], ids int32 [T, k])."""
+    grouped = match.get("fill") is not None
+    routed = call(
+        torch.ops.npu.npu_moe_gating_top_k.default,
+        match["logits"],
+        match["k"],
+        bias=match.get("bias"),
+        k_group=match["k_group"] if grouped else 1,
+        group_count=shape(match["marks"])[1] if grouped else 1,
+        group_select_mode=match["group_select_mode"] if grouped else BEST,
+        renorm=0,
+        norm_type=match["norm_type"],
+        routed_scaling_factor=float(match.get("factor", 1.0)),
+        eps=float(match.get("eps", 0.0)),
+    )
+    return call(operator.getitem, routed, 0), call(operator.getitem, routed, 1)
+
+
+def _checks(normed: bool) -> Callable[[Match, Context], Refusal | None]:
+    def check(match: Match, context: Context) -> Refusal | None:
+        return (
+            _scores_refusal(match)
+            or _choice_refusal(match)
+            or _groups_refusal(match)
+            or _weights_refusal(match, normed)
+            or refused(context, lambda call: _emit(match, call), match.anchor)
+        )
+
+    return check
+
+
+def _rewrite(match: Match, context: Context) -> None:
+    editor = context.editor
+    # Readers of the ids may come before the anchor.
+    with editor.before(match["topk"], like=match.anchor):
+        weights, ids = _emit(match, editor.call)
+        wide = editor.call(aten._to_copy.default, ids, dtype=torch.int64)
+    editor.replace(match.anchor, weights)
+    for reader in list(match["topk"].users):
+        if is_call(reader, operator.getitem) and reader.args[1] == 1:
+            editor.replace(reader, wide)
+
+
+def _rule(equation: str, weights: Pattern, normed: bool) -> Rule:
+    return Rule(NAME, equation, weights, _rewrite, _checks(normed), "npu_moe_gating_top_k", near=6)
+
+
+def _scaled(weights: Pattern) -> Pattern:
+    return op(aten.mul.Tensor, weights, Number("factor"))
+
+
+RULES = (
+    _rule("sigmoid(x)[ids] / (Σ + eps) · f  →  npu_moe_gating_top_k(norm_type=1)", _scaled(NORMED), True),
+    _rule("sigmoid(x)[ids] / (Σ + eps)  →  npu_moe_gating_top_k(norm_type=1)", NORMED, True),
+    _rule("softmax(x)[ids] · f  →  npu_moe_gating_top_k(norm_type=0)", _scaled(Alt((PICKED, VALUES))), False),
+    _rule("softmax(x)[ids]  →  npu_moe_gating_top_k(norm_type=0)", Alt((PICKED, VALUES)), False),
+)
+"""With the scaling factor first: the shorter form is part of the longer one."""

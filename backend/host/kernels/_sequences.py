@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -12,7 +13,7 @@ from ....fusion_rules.contracts import value_error
 
 @dataclass(frozen=True)
 class Sequence:
-    """One request: query rows ``start:stop`` of the flattened queries, and ``length`` keys at flattened rows ``keys``."""
+    """One request: query rows ``start:stop`` of the flattened queries, ``length`` keys at flattened rows ``keys``."""
 
     start: int
     stop: int
@@ -54,9 +55,9 @@ def _spans(
     """Row range of each request in the flattened tensor."""
     if layout == "TND":
         ends = [0, *(lengths.tolist() if lengths is not None else [tensor.shape[0]])]
-        if any(b < a for a, b in zip(ends[:-1], ends[1:], strict=True)) or ends[-1] > tensor.shape[0]:
+        if any(b < a for a, b in pairwise(ends)) or ends[-1] > tensor.shape[0]:
             raise value_error(op, rule, f"{ends[1:]} for {tensor.shape[0]} rows")
-        return list(zip(ends[:-1], ends[1:], strict=True))
+        return list(pairwise(ends))
     batch, size = tensor.shape[:2]
     counts = lengths.tolist() if lengths is not None else [size] * batch
     if len(counts) != batch or any(not 0 <= n <= size for n in counts):

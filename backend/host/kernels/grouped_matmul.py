@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -55,7 +56,7 @@ def npu_grouped_matmul(
     else:
         bounds = _bounds(group_list, group_list_type or 0, rows.shape[0])
     out = rows.new_zeros((rows.shape[0], weights[0].shape[-1]))
-    for g, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for g, (start, stop) in enumerate(pairwise(bounds)):
         if stop > start:
             out[start:stop] = _linear(rows[start:stop], weights[g], biases[g])
     return [out]
@@ -71,7 +72,7 @@ def _bounds(group_list: torch.Tensor, kind: int, rows: int) -> list[int]:
     """[0, end of group 0, end of group 1, …]; `ContractError` for a list that is not one of row groups."""
     ends = group_list if kind == 0 else group_list.cumsum(0)
     bounds = [0, *ends.tolist()]
-    if any(b < a for a, b in zip(bounds[:-1], bounds[1:], strict=True)) or bounds[-1] > rows:
+    if any(b < a for a, b in pairwise(bounds)) or bounds[-1] > rows:
         raise value_error(OP, "group-list", f"{group_list.tolist()} (group_list_type {kind}) for {rows} rows")
     return bounds
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -51,26 +52,21 @@ def npu_mla_prolog_v3(
     """
     x = token_x.reshape(-1, token_x.shape[-1])
     sin, cos = (t.reshape(-1, t.shape[-1]) for t in (rope_sin, rope_cos))
-    heads, nope, latent = weight_uk.shape
     cq, _ = _numerics.rms(_numerics.matmul(x, weight_dq), rmsnorm_gamma_cq, rmsnorm_epsilon_cq)
     cq = (cq * qc_qr_scale).to(x.dtype)
-    q = _numerics.matmul(cq, weight_uq_qr).view(x.shape[0], heads, -1)
-    q_nope, q_rope = q[..., :nope], q[..., nope:]
-    query = _numerics.matmul(q_nope.transpose(0, 1), weight_uk).transpose(0, 1)
-    query_rope = _rope(q_rope, cos.unsqueeze(1), sin.unsqueeze(1))
+    query, query_rope = _queries(cq, weight_uq_qr, weight_uk, cos, sin)
+    latent = weight_uk.shape[2]
     down = _numerics.matmul(x, weight_dkv_kr)
     ckv, _ = _numerics.rms(down[:, :latent], rmsnorm_gamma_ckv, rmsnorm_epsilon_ckv)
-    ckv = (ckv * kc_scale).to(x.dtype)
-    kr = _rope(down[:, latent:], cos, sin)
     slots = _slots(cache_mode, cache_index, actual_seq_len, token_x, kv_cache)
-    _store(kv_cache, slots, ckv, cache_mode)
-    _store(kr_cache, slots, kr, cache_mode)
+    _store(kv_cache, slots, (ckv * kc_scale).to(x.dtype), cache_mode)
+    _store(kr_cache, slots, _rope(down[:, latent:], cos, sin), cache_mode)
     lead = token_x.shape[:-1]
     unused = torch.zeros(_placeholder_size(), dtype=torch.float32)
     norm = cq.view(*lead, -1) if query_norm_flag else torch.zeros(_placeholder_size(), dtype=weight_uq_qr.dtype)
     return (
-        query.reshape(*lead, heads, latent).contiguous(),
-        query_rope.reshape(*lead, heads, -1).contiguous(),
+        query.view(*lead, *query.shape[1:]),
+        query_rope.view(*lead, *query_rope.shape[1:]),
         unused,
         norm,
         unused.clone(),
@@ -81,8 +77,19 @@ def npu_mla_prolog_v3_functional(
     *args: torch.Tensor, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`npu_mla_prolog_v3` on copies of the two caches (arguments 9 and 10), which follow the five results."""
-    before, kv_cache, kr_cache = args[:9], args[9].clone(), args[10].clone()
-    return (*npu_mla_prolog_v3(*before, kv_cache, kr_cache, **kwargs), kv_cache, kr_cache)
+    caches = args[9].clone(), args[10].clone()
+    operands: tuple[Any, ...] = (*args[:9], *caches)
+    return (*npu_mla_prolog_v3(*operands, **kwargs), *caches)
+
+
+def _queries(
+    cq: torch.Tensor, weight_uq_qr: torch.Tensor, weight_uk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Absorbed queries [T,N,Hckv] and their rope parts [T,N,Dr] from the normalised latent [T,Hcq]."""
+    heads, nope, _ = weight_uk.shape
+    q = _numerics.matmul(cq, weight_uq_qr).unflatten(1, (heads, -1))
+    query = _numerics.matmul(q[..., :nope].transpose(0, 1), weight_uk).transpose(0, 1)
+    return query.contiguous(), _rope(q[..., nope:], cos.unsqueeze(1), sin.unsqueeze(1))
 
 
 def _rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -120,7 +127,7 @@ def _lengths(actual_seq_len: torch.Tensor | None, token_x: torch.Tensor) -> list
     if actual_seq_len is None:
         return [token_x.shape[0]] if token_x.dim() == 2 else [token_x.shape[1]] * token_x.shape[0]
     ends = [0, *actual_seq_len.tolist()]
-    lengths = [b - a for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    lengths = [b - a for a, b in pairwise(ends)]
     if min(lengths, default=0) < 0 or ends[-1] != token_x.shape[0]:
         raise value_error(OP, "seq-len-prefix", f"{ends[1:]} for {token_x.shape[0]} tokens")
     return lengths

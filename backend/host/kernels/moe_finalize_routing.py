@@ -18,7 +18,9 @@ def npu_moe_finalize_routing(
     drop_pad_mode: int | None = 0,
     k: int | None = 1,
 ) -> torch.Tensor:
-    """Sum the experts' rows of each token: ``out[i] = skip1[i] + skip2[i] + Σ_k scales[i,k]·(rows[idx(i,k)] + bias[e(i,k)])``.
+    """Sum the experts' rows of each token.
+
+    ``out[i] = skip1[i] + skip2[i] + Σ_k scales[i,k]·(rows[idx(i,k)] + bias[e(i,k)])``
 
     rows [T·K,H], or [E,C,H] in the drop modes 1 and 3; expanded_src_to_dst_row int32 [T·K] is column-major in modes
     0 and 1 (``idx(i,k) = src[k·T + i]``) and row-major in modes 2 and 3 (``src[i·K + k]``); -1 stands for a row of

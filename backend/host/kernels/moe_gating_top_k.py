@@ -45,10 +45,8 @@ def npu_moe_gating_top_k(
 def _best_groups(choice: torch.Tensor, k_group: int, group_count: int, group_select_mode: int) -> torch.Tensor:
     """`choice` with -inf outside the k_group best groups of each row."""
     grouped = choice.unflatten(-1, (group_count, choice.shape[-1] // group_count))
-    if group_select_mode == 1:
-        rank = grouped.topk(2, dim=-1).values.sum(dim=-1)
-    else:
-        rank = grouped.amax(dim=-1)
+    rank = grouped.topk(2, dim=-1).values.sum(dim=-1) if group_select_mode == 1 else grouped.amax(dim=-1)
     best = rank.sort(dim=-1, descending=True, stable=True).indices[:, :k_group]
     kept = torch.zeros_like(rank, dtype=torch.bool).scatter_(1, best, True)
-    return grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(1)
+    masked: torch.Tensor = grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(1)
+    return masked

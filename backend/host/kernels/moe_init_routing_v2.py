@@ -40,11 +40,7 @@ def npu_moe_init_routing_v2(
     Source: op-plugin doc of npu_moe_init_routing_v2.
     """
     first, last = active_expert_range if active_expert_range else (0, expert_num)
-    ids = expert_idx.flatten().long()
-    bad = (ids < 0) | (ids >= max(expert_num, last))
-    if bool(bad.any()):
-        at = int(bad.nonzero()[0])
-        raise value_error("npu_moe_init_routing_v2", "expert-range", f"{int(ids[at])} at pair {at}, {expert_num} experts")
+    ids = _checked_ids(expert_idx, expert_num)
     pairs, k = ids.numel(), expert_idx.shape[1]
     active = (ids >= first) & (ids < last)
     order = torch.where(active, ids, torch.iinfo(torch.int64).max).sort(stable=True).indices
@@ -65,6 +61,17 @@ def npu_moe_init_routing_v2(
     if not expert_tokens_num_flag:
         return expanded, row_idx, torch.zeros((), dtype=torch.int64), row_scale
     return expanded, row_idx, _token_counts(counts, expert_tokens_num_type, first, expert_num), row_scale
+
+
+def _checked_ids(expert_idx: torch.Tensor, expert_num: int) -> torch.Tensor:
+    ids = expert_idx.flatten().long()
+    bad = (ids < 0) | (ids >= expert_num)
+    if bool(bad.any()):
+        at = int(bad.nonzero()[0])
+        raise value_error(
+            "npu_moe_init_routing_v2", "expert-range", f"{int(ids[at])} at pair {at}, {expert_num} experts"
+        )
+    return ids
 
 
 def _token_counts(counts: torch.Tensor, kind: int, first: int, expert_num: int) -> torch.Tensor:

@@ -51,7 +51,7 @@ KERNELS: tuple[Kernel, ...] = (
 """The function's name is the op's name."""
 
 
-class KernelsUnavailable(RuntimeError):
+class HostKernelsError(RuntimeError):
     """The CPU kernels must not be registered here."""
 
 
@@ -65,7 +65,7 @@ class _Registration:
 def register(product: str = "atlas-a3") -> None:
     """Register every kernel for the CPU dispatch key of the `npu` library; later calls only set the product.
 
-    `product` is the one whose contracts the kernels enforce. Raises `KernelsUnavailable` on a machine with an NPU or
+    `product` is the one whose contracts the kernels enforce. Raises `HostKernelsError` on a machine with an NPU or
     with CANN, ValueError for an unknown product.
     """
     if product not in PRODUCTS:
@@ -86,10 +86,10 @@ def registered_product() -> str | None:
 
 def _refuse_on_device() -> None:
     if torch_npu.npu.is_available():
-        raise KernelsUnavailable("this machine has an NPU: the device runs the npu ops, CPU kernels are for hosts only")
+        raise HostKernelsError("this machine has an NPU: the device runs the npu ops, CPU kernels are for hosts only")
     cann = find_cann()
     if cann is not None:
-        raise KernelsUnavailable(f"CANN is installed ({cann.library}): CPU kernels are for machines without it")
+        raise HostKernelsError(f"CANN is installed ({cann.library}): CPU kernels are for machines without it")
 
 
 def _guarded(kernel: Kernel) -> Kernel:

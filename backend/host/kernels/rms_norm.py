@@ -7,9 +7,7 @@ import torch
 from . import _numerics
 
 
-def npu_rms_norm(
-    input: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
-) -> tuple[torch.Tensor, torch.Tensor]:
+def npu_rms_norm(input: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6) -> tuple[torch.Tensor, torch.Tensor]:
     """``y = x / sqrt(mean(x²) + ε) · γ`` over the last ``gamma.dim()`` dimensions.
 
     Computed in fp32 and rounded once. Returns y (shape and dtype of input) and the reciprocal root mean square

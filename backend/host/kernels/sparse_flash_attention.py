@@ -39,8 +39,9 @@ def npu_sparse_flash_attention(
 
     query [T,N,512] or [B,S,N,512], query_rope alike with 64; key and value [blocks, block size, 1, 512] (PA_BSND),
     [T2,1,512] or [B,S2,1,512], key_rope alike with 64; sparse_indices int32 [T,1,k] or [B,S,1,k]: index b stands for
-    keys ``b·sparse_block_size …`` of the request, -1 for none. Keys past the request's length, and in sparse_mode 3 past
-    ``length - q + i`` for query i of q, are not seen. A query that sees none gives zeros. Returns (out like query, –, –).
+    keys ``b·sparse_block_size …`` of the request, -1 for none. Keys past the request's length, and in sparse_mode 3
+    past ``length - q + i`` for query i of q, are not seen. A query that sees none gives zeros.
+    Returns (out like query, –, –).
     fp32 inside, one rounding. Source: op-plugin doc of npu_sparse_flash_attention.
     """
     if value is None or query_rope is None or key_rope is None:
@@ -84,9 +85,7 @@ def _visible(positions: torch.Tensor, sequence: Sequence, start: int, *, causal:
     return (positions >= 0) & (positions < bound)
 
 
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float
-) -> torch.Tensor:
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float) -> torch.Tensor:
     """q [c,N,D], k [c,s,D], v [c,s,Dv], seen [c,s] → fp32 [c,N,Dv]; rows that see nothing are zero."""
     scores = torch.matmul(q.float(), k.float().transpose(1, 2)) * scale
     hidden = ~seen.unsqueeze(1)

@@ -117,14 +117,17 @@ class Binder:
     @staticmethod
     def _pretty(path: Path) -> Iterator[Step]:
         """``self._modules['model']._parameters['weight']`` as ``self.model.weight``, lists of modules by index."""
-        steps = list(path.steps)
-        while steps:
-            step = steps.pop(0)
-            if isinstance(step, Attr) and step.name in _REGISTRIES and steps and isinstance(steps[0], Key):
-                name = str(steps.pop(0).value)
+        steps = iter(path.steps)
+        for step in steps:
+            if not isinstance(step, Attr) or step.name not in _REGISTRIES:
+                yield step
+                continue
+            following = next(steps, None)
+            if isinstance(following, Key):
+                name = str(following.value)
                 yield Attr(name) if name.isidentifier() else Key(int(name) if name.isdigit() else name)
             else:
-                yield step
+                yield from filter(None, (step, following))
 
     def _leads_to(self, path: Path, tensor: torch.Tensor) -> bool:
         try:
@@ -216,5 +219,3 @@ def _differs(what: str, expected: object, found: object) -> BindingError:
         f"this call differs from the captured one in {what}: expected {expected!r}, found {found!r}; "
         "compile again for such calls"
     )
-
-

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._dynamo.exc import TorchDynamoException
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..fx_passes.program import InputSpec, Program
 from . import dynamo, failures, provenance, sdpa
 from .bindings import Binder, call_constants
 from .errors import CaptureError
 from .results import describe
+from .twin import fake_copy, on_meta
 
 _ASSERTS = frozenset(
     {
@@ -39,6 +41,7 @@ def capture(
 
     Nothing is computed, and neither the user's objects nor Dynamo's caches change. Shapes, strides, dtypes and
     Python values are those of this call. Static caches must be initialised (`bindings.prepare_state`).
+    A model on the meta device is captured as if it were on the CPU.
 
     Returns:
         A program with ``facts``: ``method``; ``training``; ``constants`` {path: value} of the arguments that are no
@@ -47,7 +50,10 @@ def capture(
     Raises:
         CaptureError: no single functional graph stands for this call; names the source line and the usual cure.
     """
-    bound, kwargs = _bound_method(model, method), dict(kwargs or {})
+    kwargs = dict(kwargs or {})
+    if on_meta(model):
+        model, args, kwargs = fake_copy((model, args, kwargs), FakeTensorMode())
+    bound = _bound_method(model, method)
     try:
         trace = dynamo.trace(bound, args, kwargs)
     except TorchDynamoException as e:
@@ -65,13 +71,12 @@ def capture(
     _check_inputs(lowered, trace, paths)
     output, kept = describe(trace, lowered.metadata, paths, (model, args, kwargs))
     gm = _finish(lowered.gm, kept, paths)
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    mutated = {
-        n.args[0] for n in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-    } & set(placeholders)
+    written = {n.args[0] for n in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)}
     inputs = [
-        InputSpec(node.name, b.kind, path, tuple(t.shape), tuple(t.stride()), t.dtype, mutated=node in mutated)
-        for node, b, path, t in zip(placeholders, bounds, paths, trace.example_inputs, strict=True)
+        InputSpec(node.name, b.kind, path, tuple(t.shape), tuple(t.stride()), t.dtype, mutated=node in written)
+        for node, b, path, t in zip(
+            gm.graph.find_nodes(op="placeholder"), bounds, paths, trace.example_inputs, strict=True
+        )
     ]
     facts: dict[str, Any] = {
         "method": method,

@@ -96,7 +96,6 @@ class Trace:
     sources: list[str]
     context: TracingContext
     effects: list[Effect]
-    locals: dict[str, Any]
     _rebuild: Callable[[Sequence[torch.Tensor]], Any]
 
     def rebuild(self, outputs: Sequence[torch.Tensor]) -> Any:
@@ -180,8 +179,8 @@ def trace(method: types.MethodType, args: tuple[Any, ...], kwargs: Mapping[str, 
             scope,
             dict(values),
             builtins.__dict__,
-            function.__closure__ or (),  # type: ignore[arg-type]
-            compiler_fn=backend,  # type: ignore[arg-type]
+            function.__closure__ or (),
+            compiler_fn=backend,
             one_graph=True,
             restart_reasons=set(),
         )
@@ -200,9 +199,7 @@ def trace(method: types.MethodType, args: tuple[Any, ...], kwargs: Mapping[str, 
         with torch.no_grad():
             return code(method.__self__, *args, **kwargs)
 
-    return Trace(
-        backend.gm, backend.example_inputs, backend.sources, backend.context, backend.effects, values, rebuild
-    )
+    return Trace(backend.gm, backend.example_inputs, backend.sources, backend.context, backend.effects, rebuild)
 
 
 def lower(trace: Trace) -> Lowered:
@@ -214,6 +211,6 @@ def lower(trace: Trace) -> Lowered:
         return gm.forward
 
     with _quiet_tracing(), tracing(trace.context), get_metrics_context():
-        aot_autograd(fw_compiler=compiler, keep_inference_input_mutations=True)(trace.gm, trace.example_inputs)  # type: ignore[no-untyped-call]
+        aot_autograd(fw_compiler=compiler, keep_inference_input_mutations=True)(trace.gm, trace.example_inputs)
     (lowered,) = seen
     return lowered

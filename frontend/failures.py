@@ -75,6 +75,17 @@ def from_aot(error: BaseException) -> CaptureError:
     )
 
 
+def from_fake_run(error: BaseException) -> CaptureError:
+    """The refusal for an exception of an eager run on fake tensors, which looks for the shapes of a cache."""
+    frames = list(traceback.extract_tb(error.__traceback__))
+    where = provenance.innermost(frames)
+    remedy = EXPERTS_REMEDY if _in_experts(frames, where) else "run one eager step with this cache first"
+    head = (str(error) or type(error).__name__).splitlines()[0]
+    return CaptureError.at(
+        where, f"cannot find the shapes of the static cache without running the model: {head}", remedy
+    )
+
+
 def check_effects(effects: list[Effect]) -> None:
     """Refuses Python objects of the caller that the method changes.
 

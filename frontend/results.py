@@ -105,7 +105,10 @@ def _object_leaf(value: Any, own: Mapping[int, str], call: Call) -> Leaf:
         return ("source", str(path))
     name = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, torch.Tensor):
-        raise CaptureError("the method returns a tensor that is neither computed by it nor reachable from its arguments")
+        raise CaptureError(
+            "the method returns a tensor that it neither computes nor reaches from self or its arguments",
+            remedy="register the tensor as a buffer of the module",
+        )
     raise CaptureError(
         f"the method returns a {name}, which cannot be rebuilt without running the model",
         remedy="return tensors in tuples, lists or dicts, or register the class with torch.utils._pytree."

@@ -44,6 +44,7 @@ def rewrite(graph: fx.Graph) -> int:
         q, scale = given["query"], given["scale"]
         scale = 1.0 / math.sqrt(q.meta["example_value"].shape[-1]) if scale is None else float(scale)
         node.target = torch.ops.cannopy.attention.default
-        node.args = (q, given["key"], given["value"], given["attn_mask"], scale, given["is_causal"], given["enable_gqa"])
+        tensors = (q, given["key"], given["value"], given["attn_mask"])
+        node.args = (*tensors, scale, given["is_causal"], given["enable_gqa"])
         node.kwargs = {}
     return len(calls)

@@ -7,7 +7,6 @@ the method itself would give them.
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,9 +14,11 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from . import failures
 from .errors import CaptureError
+from .twin import fake_copy, on_meta
 
 
 def prepare_state(
@@ -42,7 +43,7 @@ def prepare_state(
                 f"layer {index} of the static cache ({type(layer).__name__}) gets no tensors from {method}",
                 remedy="check that the call passes the cache that the model uses, with use_cache=True",
             )
-        _initialise(layer, twin)
+        _initialise(layer, twin, torch.device("meta") if on_meta(model) else None)
     return len(pending)
 
 
@@ -64,24 +65,21 @@ def _run_on_fakes(
 ) -> list[Any]:
     """The copies of ``layers`` after ``method`` has run on fake copies of everything."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with FakeCopyMode(mode):
-        twin, twin_args, twin_kwargs, twin_layers = copy.deepcopy((model, args, dict(kwargs), layers))
+    twin, twin_args, twin_kwargs, twin_layers = fake_copy((model, args, dict(kwargs), layers), mode)
     try:
         with mode, torch.no_grad():
             getattr(twin, method)(*twin_args, **twin_kwargs)
-    except Exception as e:  # whatever the model raises on fakes: a data-dependent branch, an unsupported operator
+    except Exception as e:  # whatever the model raises on fakes: a data-dependent branch, a missing operator
+        # When every layer has its tensors the shapes are known; capture will meet the fault itself and name it.
         if any(_uninitialised(layer) for layer in twin_layers):
-            raise CaptureError(
-                f"the shapes of the static cache cannot be found by a run on fake tensors: {e}",
-                remedy="run one eager step first, or call cache.early_initialization(...)",
-            ) from e
+            raise failures.from_fake_run(e) from e
     return list(twin_layers)
 
 
-def _initialise(layer: Any, twin: Any) -> None:
+def _initialise(layer: Any, twin: Any, device: torch.device | None) -> None:
     def empty_like(t: torch.Tensor, dim: int) -> torch.Tensor:
         shape = [0 if d == dim else n for d, n in enumerate(t.shape)]
-        return torch.empty(shape, dtype=t.dtype, device=t.device)
+        return torch.empty(shape, dtype=t.dtype, device=device or t.device)
 
     with torch.no_grad():
         if not layer.is_initialized:

@@ -1,0 +1,70 @@
+"""Inputs of the two phases of text generation for Hugging Face causal language models with a static cache."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+
+Phase = Literal["prefill", "decode"]
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""``(args, kwargs)`` of one call."""
+
+
+@dataclass(frozen=True)
+class GenerationCase:
+    """A causal LM with a batch size, a prompt length and a cache length (in tokens).
+
+    ``seed`` chooses the token ids. The model's method is ``forward``.
+    """
+
+    model: nn.Module
+    batch: int = 1
+    prefill_tokens: int = 96
+    max_cache_len: int = 256
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.prefill_tokens < self.max_cache_len:
+            raise ValueError(
+                f"a prompt of {self.prefill_tokens} tokens needs a cache of at least {self.prefill_tokens + 1}, "
+                f"not {self.max_cache_len}"
+            )
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model's parameters."""
+        return next(self.model.parameters()).device
+
+    def ids(self, phase: Phase, step: int = 0) -> torch.Tensor:
+        """Token ids, int64: ``[batch, prefill_tokens]`` for the prefill, ``[batch, 1]`` for decode step ``step``."""
+        tokens = self.prefill_tokens if phase == "prefill" else 1
+        generator = torch.Generator().manual_seed((self.seed << 16) + (0 if phase == "prefill" else 1 + step))
+        vocabulary = cast("Any", self.model).config.get_text_config(decoder=True).vocab_size
+        ids = torch.randint(0, vocabulary, (self.batch, tokens), generator=generator)
+        return ids.to(self.device)
+
+    def new_cache(self) -> Any:
+        """An empty ``transformers.StaticCache`` for this model; its tensors come with `bindings.prepare_state`."""
+        from transformers import StaticCache
+
+        return StaticCache(config=cast("Any", self.model).config, max_cache_len=self.max_cache_len)
+
+    def prefill(self, ids: torch.Tensor, cache: Any) -> Call:
+        """The call that reads the prompt ``ids`` ``[batch, tokens]`` into ``cache``."""
+        return (ids,), {self._cache_name(): cache, "use_cache": True}
+
+    def decode(self, ids: torch.Tensor, cache: Any) -> Call:
+        """The call that reads one token per sequence, ``ids`` ``[batch, 1]``, behind what ``cache`` holds."""
+        return self.prefill(ids, cache)
+
+    def inputs(self, phase: Phase) -> Call:
+        """The call of ``phase`` with a new cache."""
+        return self.prefill(self.ids(phase), self.new_cache())
+
+    def _cache_name(self) -> str:
+        """The argument was renamed from ``past_key_values`` to ``cache`` between versions of transformers."""
+        return "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"

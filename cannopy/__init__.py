@@ -24,7 +24,7 @@ _NEED_TORCH = ("Compiled", "compile")
 
 
 def __getattr__(name: str) -> Any:
-    """`compile` and `Compiled` on first use; `CannopyError` with the cure when torch or torch_npu cannot be imported."""
+    """`compile` and `Compiled` on first use; `CannopyError` with the cure when torch cannot be imported."""
     if name not in _NEED_TORCH:
         raise AttributeError(f"module 'cannopy' has no attribute {name!r}")
     from cannopy.environment import require_torch

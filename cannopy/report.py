@@ -108,4 +108,8 @@ def versions() -> dict[str, str]:
 
 def _plain(values: Iterable[Any]) -> list[dict[str, Any]]:
     """Dataclass instances as dicts with lists for tuples, as JSON would give them back."""
-    return [{k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(cast("Any", x)).items()} for x in values]
+    found = []
+    for value in values:
+        plain = dataclasses.asdict(cast("Any", value))
+        found.append({k: list(v) if isinstance(v, tuple) else v for k, v in plain.items()})
+    return found

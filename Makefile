@@ -1,0 +1,53 @@
+# Needs Python 3.11 (or PYTHON=python3.x, 3.10 to 3.13) and a C compiler. Everything else goes into .venv.
+#
+#   make run                      compile DeepSeek-V3.2 (tiny) for both phases, run it, check it, write out/
+#   make run ARGS="--size tiny --steps 2"
+#   make test ARGS="tests/cli -k help"
+
+PYTHON ?= python3.11
+# CPU builds of torch. PyPI's own are CUDA builds on x86-64, several gigabytes that nothing here uses.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+ARGS ?=
+
+BIN := .venv/bin
+READY := .venv/.ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+.PHONY: help run test test-fast lint setup clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+run: $(READY) ## compile and run the tiny DeepSeek-V3.2: fusions, parity, timings; report in out/
+	@$(BIN)/cannopy run deepseek-v3.2 --size tiny --out out $(ARGS)
+
+test: $(READY) ## all tests
+	@$(BIN)/python -m pytest $(ARGS)
+
+test-fast: $(READY) ## the tests without those marked slow
+	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+lint: $(READY) ## ruff and a strict mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/python tools/typecheck.py
+
+setup: $(READY) ## only make .venv
+
+clean: ## remove .venv and everything generated
+	rm -rf .venv build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(READY): pyproject.toml setup.py requirements/dev.txt requirements/torch.txt $(wildcard */__init__.py)
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "make: $(PYTHON) not found. Install Python 3.11, or name another: make PYTHON=python3.12 (3.10 to 3.13)." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || { \
+	  echo "make: $(PYTHON) is not Python 3.10 to 3.13, for which torch_npu has wheels: make PYTHON=python3.11" >&2; exit 1; }
+	@command -v "$${CC:-cc}" >/dev/null || command -v gcc >/dev/null || command -v clang >/dev/null || { \
+	  echo "make: no C compiler (cc, gcc or clang), which the CANN stand-in is built with. Install gcc." >&2; exit 1; }
+	@echo "Setting up .venv (torch, torch_npu, transformers: about 600 MB, a few minutes the first time)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(PIP) --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) -r requirements/torch.txt
+	@$(PIP) -c requirements/torch.txt -r requirements/dev.txt
+	@$(PIP) --no-deps --no-build-isolation --editable .
+	@$(BIN)/cannopy host status >/dev/null || $(BIN)/cannopy host install
+	@touch $@

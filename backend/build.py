@@ -18,8 +18,8 @@ import torch
 from cannopy.backend import torchair
 from cannopy.backend.artifact import Artifact, Fingerprint
 from cannopy.backend.cache import store
-from cannopy.backend.cache.key import call_form, key
-from cannopy.backend.cache.manifest import TORCHAIR, CorruptError, NotCacheableError
+from cannopy.backend.cache.key import call_form, fingerprint
+from cannopy.backend.cache.manifest import SOURCE, TORCHAIR, CorruptError, NotCacheableError
 from cannopy.backend.cache.manifest import artifact as read_artifact
 from cannopy.backend.emit import constant, emit
 from cannopy.backend.options import BuildOptions
@@ -66,31 +66,31 @@ def lookup(
     An entry that is corrupt, or that torchair refuses, is renamed away and reported as ``rebuilt``.
     Raises `store.CacheFolderError` for a folder that others can write.
     """
-    fingerprint = key(model, method, args, kwargs, options)
+    identity = fingerprint(model, method, args, kwargs, options)
     if not options.use_cache:
-        return Lookup(fingerprint, "miss", "the cache is switched off")
+        return Lookup(identity, "miss", "the cache is switched off")
     try:
         root = store.resolve_dir(options.cache_dir)
     except store.CacheFolderError:
         raise
     except OSError as e:
-        return Lookup(fingerprint, "miss", _uncached(e, options.cache_dir))
+        return Lookup(identity, "miss", _uncached(e, options.cache_dir))
     name = type(model).__name__
-    found = store.find(root, name, fingerprint)
+    found = store.find(root, name, identity)
     if found.status == "miss":
-        return Lookup(fingerprint, "miss", found.reason, found.path)
+        return Lookup(identity, "miss", found.reason, found.path)
     reason = found.reason
-    if found.body is not None and found.files is not None:
+    if found.content is not None:
         try:
-            compiled = _load(found, model, options, make_output)
+            compiled = _load(found.path, found.content, model, options, make_output)
         except (torchair.LoadError, CorruptError) as e:
             reason = str(e)
         else:
-            hit = Lookup(fingerprint, "hit", "", found.path, compiled)
+            hit = Lookup(identity, "hit", "", found.path, compiled)
             compiled.report["cache"] = hit.report()
             return hit
     store.set_aside(found.path, reason)
-    return Lookup(fingerprint, "rebuilt", reason, found.path)
+    return Lookup(identity, "rebuilt", reason, found.path)
 
 
 def build(
@@ -121,8 +121,9 @@ def build(
         with torch.no_grad():
             factory.compile(generated, compiled.trial(bound_args, bound_kwargs))
         log = factory.log
-        artifact = replace(artifact, report=compiled.report | {"ge_ops": factory.ge_ops()})
-    compiled.executor()
+    executor = compiled.executor()
+    if isinstance(executor, torchair.Loaded):
+        artifact = replace(artifact, report=dict(artifact.report) | {"ge_ops": executor.ge_ops()})
     compiled.artifact = artifact
     reason = found.reason
     if options.use_cache and found.path is not None:
@@ -161,20 +162,23 @@ def make_artifact(
         output=program.output,
         weights=tuple(program.weights),
         constants=constants,
-        tensors={a.placeholder: constant(program.gm, a.placeholder) for a in emitted.attributes if a.kind == "constant"},
+        tensors={
+            a.placeholder: constant(program.gm, a.placeholder) for a in emitted.attributes if a.kind == "constant"
+        },
         report=dict(report),
     )
 
 
-def _load(found: store.Found, model: torch.nn.Module, options: BuildOptions, make_output: MakeOutput) -> CompiledModel:
-    assert found.body is not None and found.files is not None
-    files = found.files
-    artifact = read_artifact(found.body, lambda name: files[name])
+def _load(
+    path: Path, content: store.Content, model: torch.nn.Module, options: BuildOptions, make_output: MakeOutput
+) -> CompiledModel:
+    files = content.files
+    artifact = read_artifact(content.body, lambda name: files[name])
     work = torchair.WorkFolder()
     for name, data in files.items():
         if name.startswith(f"{TORCHAIR}/"):
             store.write_private(work.path / name.removeprefix(f"{TORCHAIR}/"), data)
-    generated = GeneratedModule(artifact, str(found.path / "module.py"))
+    generated = GeneratedModule(artifact, str(path / SOURCE))
     compiled = CompiledModel(artifact, model, generated, _factory(options, work), make_output, _nz_cast())
     compiled.executor()
     return compiled
@@ -186,7 +190,7 @@ def _factory(options: BuildOptions, work: torchair.WorkFolder) -> ExecutorFactor
 
 def _filename(path: Path | None, artifact: Artifact) -> str:
     folder = str(path) if path is not None else f"<cannopy {artifact.module.digest[:16]}>"
-    return f"{folder}/module.py"
+    return f"{folder}/{SOURCE}"
 
 
 def _publish(artifact: Artifact, files: Mapping[str, Path], log: list[str], root: Path) -> str:

@@ -176,7 +176,11 @@ def _written(program: Program) -> set[str]:
     """Placeholders that the graph changes in place."""
     written = {s.name for s in program.inputs if s.mutated}
     for n in program.gm.graph.nodes:
-        if n.target is torch.ops.aten.copy_.default and isinstance(n.args[0], fx.Node) and n.args[0].op == "placeholder":
+        if (
+            n.target is torch.ops.aten.copy_.default
+            and isinstance(n.args[0], fx.Node)
+            and n.args[0].op == "placeholder"
+        ):
             written.add(n.args[0].name)
     return written
 

@@ -91,11 +91,14 @@ class CallBinder:
     def _must_be_default(self, name: str, value: Any) -> None:
         p = self.signature.parameters.get(name)
         default = _MISSING if p is None else p.default
-        if value is default or (not isinstance(value, torch.Tensor) and type(value) is type(default) and value == default):
+        if value is default or (
+            not isinstance(value, torch.Tensor) and type(value) is type(default) and value == default
+        ):
             return
         was = "it was not given" if p is None else f"its default {describe(default)} was used"
         raise GuardError(
-            f"argument `{name}`: {was} when the method was compiled, found {describe(value)}; compile with this argument"
+            f"argument `{name}`: {was} when the method was compiled, found {describe(value)};"
+            " compile again with this argument"
         )
 
 

@@ -42,4 +42,9 @@ class BuildOptions:
         """What of this enters the cache key; the lines of `text` count one by one, so that a miss can name one."""
         lines = [line.partition("=") for line in self.text.splitlines()]
         items = {f"{name} (line {i})" if not eq else name: value for i, (name, eq, value) in enumerate(lines)}
-        return {"engine": self.engine, **{k: str(v) for k, v in sorted(self.compiler.items())}, "text": self.text, **items}
+        return {
+            "engine": self.engine,
+            **{k: str(v) for k, v in sorted(self.compiler.items())},
+            "text": self.text,
+            **items,
+        }

@@ -59,7 +59,7 @@ def quiet(*loggers: str) -> Iterator[list[str]]:
     try:
         with (
             warnings.catch_warnings(record=True) as caught,
-            contextlib.redirect_stdout(_ThisThread(lines, sys.stdout)),  # type: ignore[type-var]
+            contextlib.redirect_stdout(_ThisThread(lines, sys.stdout)),
         ):
             warnings.simplefilter("default")
             try:

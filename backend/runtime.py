@@ -146,7 +146,9 @@ class CompiledModel:
         """The arguments of a run that changes nothing of the user's: what the graph writes is copied first."""
         tensors = self.tensors(args, kwargs)
         for i in self._writes:
-            copy = torch.empty_strided(tensors[i].shape, tensors[i].stride(), dtype=tensors[i].dtype, device=tensors[i].device)
+            copy = torch.empty_strided(
+                tensors[i].shape, tensors[i].stride(), dtype=tensors[i].dtype, device=tensors[i].device
+            )
             tensors[i] = copy.copy_(tensors[i].detach())
         return tensors
 

@@ -18,7 +18,7 @@ import threading
 import types
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch
 
 from cannopy.backend.options import BuildOptions
 from cannopy.backend.quiet import quiet
-from cannopy.backend.runtime import Executor, GeneratedModule, Tensors
+from cannopy.backend.runtime import GeneratedModule, Tensors
 
 STORED = "compiled_module"
 _LOCK = threading.RLock()
@@ -53,7 +53,7 @@ class WorkFolder:
     def __init__(self) -> None:
         base = tempfile.gettempdir()
         if not _SAFE_PATH.fullmatch(base):
-            base = "/tmp"  # noqa: S108 mkdtemp makes a folder of mode 0700 in it
+            base = "/tmp"
         self.path = Path(tempfile.mkdtemp(prefix="cannopy-", dir=base))
         self._finalizer = weakref.finalize(self, shutil.rmtree, self.path, True)
 
@@ -80,39 +80,42 @@ def compiler_config(settings: Mapping[str, Any]) -> Any:
     return config
 
 
+class Loaded:
+    """A stored compilation, ready to run. ``ge_graph`` is the lowered graph (protobuf GraphDef)."""
+
+    def __init__(self, generated: GeneratedModule, method: Callable[..., Tensors], ge_module: types.ModuleType) -> None:
+        self._generated = generated
+        self._method = method
+        self.ge_graph: Any = ge_module.ge_graph
+
+    def __call__(self, tensors: Tensors) -> Tensors:
+        return self._generated.call(self._method, tensors)
+
+    def ge_ops(self) -> dict[str, int]:
+        """{GE type: count} of the lowered graph."""
+        return dict(sorted(Counter(op.type for op in self.ge_graph.op).items()))
+
+
 class TorchairFactory:
     """Makes executors of a generated method by loading what torchair stored in `work`.
 
-    `compile` fills `work`. ``ge_module`` is the code that torchair generated last, with the GE graph.
+    `compile` fills `work`.
     """
 
     def __init__(self, options: BuildOptions, work: WorkFolder) -> None:
         self.options = options
         self.work = work
-        self.ge_module: types.ModuleType | None = None
         self.log: list[str] = []
         self._reuse: types.ModuleType | None = None
 
-    def __call__(self, generated: GeneratedModule) -> Executor:
+    def __call__(self, generated: GeneratedModule) -> Loaded:
         """Load from the work folder. Right after `compile` the graph that it made is used, not a second one."""
         reuse, self._reuse = self._reuse, None
         with self._torchair(), _generated_code(reuse) as modules:
             method = self._cache_compile(generated).compile(generated.module.__dict__)
         if not isinstance(method, types.FunctionType):
             raise LoadError(f"torchair did not load {generated.module.__file__}: {self._reason()}")
-        self.ge_module = modules[-1]
-        return lambda tensors: generated.call(method, tensors)
-
-    @property
-    def ge_graph(self) -> Any:
-        """The lowered GE graph (protobuf GraphDef) of the last compilation or load."""
-        if self.ge_module is None:
-            raise RuntimeError("nothing was compiled or loaded yet")
-        return self.ge_module.ge_graph
-
-    def ge_ops(self) -> dict[str, int]:
-        """{GE type: count} of the lowered graph."""
-        return dict(sorted(Counter(op.type for op in self.ge_graph.op).items()))
+        return Loaded(generated, method, modules[-1])
 
     def compile(self, generated: GeneratedModule, tensors: Tensors) -> Tensors:
         """Trace, lower and store the method, and run it once on `tensors`, which it changes. `CompileError`."""
@@ -125,7 +128,7 @@ class TorchairFactory:
         stored = [p for p in self.work.files() if Path(p).name == STORED]
         if len(stored) != 1 or not modules:
             raise CompileError(f"torchair stored {len(stored)} compilations instead of one: {self._reason()}")
-        self.ge_module = self._reuse = modules[-1]
+        self._reuse = modules[-1]
         return outputs
 
     def _cache_compile(self, generated: GeneratedModule) -> Any:
@@ -185,7 +188,7 @@ def _generated_code(reuse: types.ModuleType | None) -> Iterator[list[types.Modul
 
     A module holds one GE graph. Loading right after compiling would make a second one on the device.
     """
-    compiler = importlib.import_module("torchair.npu_fx_compiler")
+    compiler: Any = importlib.import_module("torchair.npu_fx_compiler")
     original = compiler._compile_py_code
     modules: list[types.ModuleType] = []
 

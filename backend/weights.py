@@ -8,6 +8,7 @@ one call `WeightBinder.refresh`.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -17,7 +18,6 @@ import torch
 from cannopy.backend.artifact import Artifact
 from cannopy.backend.guards import GuardError, apply_view, check_tensor
 from cannopy.fx_passes.paths import Path, PathLookupError, parse_path
-from cannopy.fx_passes.program import InputSpec
 
 Change = Literal["none", "values", "tensors"]
 _PLUMBING = ("_modules", "_parameters", "_buffers")
@@ -135,9 +135,9 @@ class WeightBinder:
     def _check_ties(self) -> None:
         """Tensors that were one when the model was compiled appear once in the graph; they must still be one."""
         places: dict[int, set[str]] = {}
-        named = list(self._model.named_parameters(remove_duplicate=False))
-        named += list(self._model.named_buffers(remove_duplicate=False))
-        for name, t in named:
+        parameters = self._model.named_parameters(remove_duplicate=False)
+        buffers = self._model.named_buffers(remove_duplicate=False)
+        for name, t in itertools.chain(parameters, buffers):
             places.setdefault(id(t), set()).add(name)
         used = {id(t) for t in self._sources.values()}
         ties = [frozenset(names) for i, names in places.items() if i in used and len(names) > 1]
@@ -151,7 +151,7 @@ class WeightBinder:
             )
 
     def _derive(self, values: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each derived weight in order; one that a later recipe reads is looked up in `values`, which the caller fills."""
+        """Each derived weight in order; the caller puts it into `values`, where a later recipe finds it."""
         for w in self._artifact.weights:
             value = w.build([values[n] for n in w.sources])
             yield w.name, self._cast_nz(value) if w.nz and self._cast_nz is not None else value

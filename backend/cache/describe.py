@@ -15,7 +15,9 @@ import torch
 from cannopy.backend.cache.code import constant_text, top_package
 
 _MODULE_PLUMBING = frozenset(
-    k for k in vars(torch.nn.Module()) if k != "training"  # _parameters, _modules, hooks, …
+    k
+    for k in vars(torch.nn.Module())
+    if k != "training"  # _parameters, _modules, hooks, …
 )
 _VOLATILE = frozenset({"_name_or_path", "name_or_path", "_commit_hash", "_original_object_hash"})
 """Where a Hugging Face object came from, and a hash that differs in every process."""
@@ -102,9 +104,16 @@ class Describer:
             known["_attn_implementation"] = getattr(value, "_attn_implementation", None)
             known["_experts_implementation"] = getattr(value, "_experts_implementation", None)
             yield from self._walk(known, path, depth + 1)
-        elif callable(value) and not hasattr(value, "__dict__") or hasattr(value, "__code__") or hasattr(value, "__func__"):
+        elif (
+            (callable(value) and not hasattr(value, "__dict__"))
+            or hasattr(value, "__code__")
+            or hasattr(value, "__func__")
+        ):
             self.functions.append(value)
-            yield path, f"function {getattr(value, '__module__', '')}.{getattr(value, '__qualname__', kind.__qualname__)}"
+            yield (
+                path,
+                f"function {getattr(value, '__module__', '')}.{getattr(value, '__qualname__', kind.__qualname__)}",
+            )
         else:
             self.classes.setdefault(kind)
             yield path, f"{kind.__module__}.{kind.__qualname__}"
@@ -122,4 +131,3 @@ class Describer:
             for name in (slots,) if isinstance(slots, str) else slots:
                 if name not in ("__dict__", "__weakref__") and hasattr(value, name):
                     yield name, getattr(value, name)
-

@@ -26,7 +26,7 @@ Items = Mapping[str, str]
 _PACKAGES = ("frontend", "fx_passes", "fusion_rules", "stream_scheduler", "superkernel", "models", "backend")
 
 
-def key(
+def fingerprint(
     model: torch.nn.Module,
     method: str,
     args: Sequence[Any],
@@ -141,7 +141,8 @@ def _code(model: torch.nn.Module, method: str, describer: Describer) -> dict[str
     walk.add_name("forward")
     for f in describer.functions:
         walk.add(f)
-    files = {f"file of {c.__module__}": file_digest(c) for c in own_classes(type(m) for m in model.modules())}
+    classes = own_classes(type(m) for m in model.modules())
+    files = {f"file of {c.__module__}": file_digest(c) for c in classes if c.__module__ != "__main__"}
     return walk.items | files
 
 

@@ -161,9 +161,7 @@ def artifact(body: Mapping[str, Any], read: Reader) -> Artifact:
         module=EmittedModule(source=read(SOURCE).decode(), **module),
         inputs=tuple(_input(s) for s in body["inputs"]),
         devices=body["devices"],
-        output=OutputSpec(
-            body["output"]["treespec"], tuple((kind, decode(v)) for kind, v in body["output"]["leaves"])
-        ),
+        output=OutputSpec(body["output"]["treespec"], tuple((kind, decode(v)) for kind, v in body["output"]["leaves"])),
         weights=tuple(WeightEntry(**{**w, "sources": tuple(w["sources"])}) for w in body["weights"]),
         constants={path: decode(v) for path, v in body["constants"].items()},
         tensors=tensors,

@@ -49,14 +49,21 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Content:
+    """An entry in memory, verified: the manifest and the bytes of every other file."""
+
+    body: Mapping[str, Any]
+    files: Mapping[str, bytes]
+
+
+@dataclass(frozen=True)
 class Found:
-    """Result of a look-up. ``body`` is the verified manifest, ``files`` the verified bytes, on a hit only."""
+    """Result of a look-up. ``content`` is there on a hit only."""
 
     status: Literal["hit", "miss", "corrupt"]
     path: Path
     reason: str
-    body: Mapping[str, Any] | None = None
-    files: Mapping[str, bytes] | None = None
+    content: Content | None = None
 
 
 def default_cache_dir() -> Path:
@@ -83,8 +90,8 @@ def check_owner(path: Path) -> None:
         )
     if info.st_mode & stat.S_IWOTH:
         raise CacheFolderError(
-            f"compile cache {path} of uid {info.st_uid} can be written by everybody (mode {stat.S_IMODE(info.st_mode):o}):"
-            f" compiled code is executed; chmod o-w it or pass another cache_dir"
+            f"compile cache {path} of uid {info.st_uid} can be written by everybody (mode"
+            f" {stat.S_IMODE(info.st_mode):o}): compiled code is executed; chmod o-w it or pass another cache_dir"
         )
 
 
@@ -98,7 +105,7 @@ def find(cache_dir: Path, model_class: str, fingerprint: Fingerprint) -> Found:
     path = entry_path(cache_dir, model_class, fingerprint.key)
     try:
         check_owner(path)
-        body, files = read_entry(path)
+        content = read_entry(path)
     except FileNotFoundError:
         if (path / MANIFEST).exists():
             return Found("corrupt", path, "a file of the entry is missing")
@@ -107,15 +114,16 @@ def find(cache_dir: Path, model_class: str, fingerprint: Fingerprint) -> Found:
         return Found("miss", path, miss_reason(cache_dir, model_class, fingerprint))
     except (CorruptError, CacheFolderError, NotADirectoryError, IsADirectoryError) as e:
         return Found("corrupt", path, str(e))
-    if manifest.fingerprint(body).key != fingerprint.key:
+    if manifest.fingerprint(content.body).key != fingerprint.key:
         return Found("corrupt", path, "the manifest is of another key")
-    return Found("hit", path, "", body, files)
+    return Found("hit", path, "", content)
 
 
-def read_entry(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Manifest and bytes of all files of an entry, verified. `CorruptError`, FileNotFoundError."""
+def read_entry(path: Path) -> Content:
+    """An entry, verified. `CorruptError`, FileNotFoundError."""
     body = manifest.parse((path / MANIFEST).read_bytes())
-    return body, {name: manifest.checked(body, name, (path / name).read_bytes()) for name in body["files"]}
+    files = {name: manifest.checked(body, name, (path / name).read_bytes()) for name in body["files"]}
+    return Content(body, files)
 
 
 def miss_reason(cache_dir: Path, model_class: str, fingerprint: Fingerprint) -> str:

@@ -3,9 +3,10 @@
 from types import SimpleNamespace as Ns
 
 import pytest
-from cannopy.fx_passes.paths import PathLookupError, PathSyntaxError, compile_path, parse_path
 from hypothesis import given
 from hypothesis import strategies as st
+
+from cannopy.fx_passes.paths import PathLookupError, PathSyntaxError, compile_path, parse_path
 
 OBJ = Ns(layers=[Ns(keys="K0"), Ns(keys="K1")], table={"a'b": 1, 'q"': 2, "中文": 3, "a]b\\": 4, 5: 6, True: 7})
 

@@ -120,6 +120,10 @@ class Editor:
         """``x`` in shape ``size``; ``x`` itself when it has that shape."""
         return x if shape(x) == tuple(size) else self.call(aten.reshape.default, x, list(size))
 
+    def expand(self, x: fx.Node, size: Sequence[int]) -> fx.Node:
+        """``x`` broadcast to ``size``; ``x`` itself when it has that shape."""
+        return x if shape(x) == tuple(size) else self.call(aten.expand.default, x, list(size))
+
     def fake(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """A fake tensor of this graph's mode built by ``make``."""
         with self.fake_mode:

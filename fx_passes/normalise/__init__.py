@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cannopy.fx_passes.normalise import arithmetic, cse, linears, noops, slices, views
+from cannopy.fx_passes.normalise import arithmetic, casts, constants, cse, linears, noops, slices, views, writes
 from cannopy.fx_passes.program import Program
 
 PIPELINE: tuple[tuple[str, Callable[[Program], int]], ...] = (
     ("arithmetic", arithmetic.run),
     ("noops", noops.run),
+    ("casts", casts.run),
+    ("constants", constants.run),
     ("views", views.run),
     ("slices", slices.run),
+    ("writes", writes.run),
     ("linears", linears.run),
     ("noops", noops.run),
     ("views", views.run),

@@ -53,6 +53,8 @@ def _reshape(editor: Editor, node: fx.Node) -> int:
 def permutation(node: fx.Node) -> list[int]:
     """The dims of a transpose-like node as a permutation of its input's dims."""
     rank = len(shape(node))
+    if rank == 0:
+        return []
     if is_call(node, aten.t.default):
         return list(reversed(range(rank)))
     if is_call(node, aten.transpose.int):

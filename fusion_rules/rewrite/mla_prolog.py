@@ -30,7 +30,7 @@ TO_TOKENS = Literal([0, 2, 1, 3])
 
 
 def _norm(x: Pattern, prefix: str) -> Op:
-    return op(torch.ops.cannopy.rms_norm.default, x, Any(f"gamma_{prefix}"), Number(f"eps_{prefix}"),
+    return op("cannopy::rms_norm", x, Any(f"gamma_{prefix}"), Number(f"eps_{prefix}"),
               name=f"norm_{prefix}")
 
 
@@ -40,7 +40,7 @@ def _part(x: Pattern, prefix: str) -> Op:
 
 
 def _rotated(x: Pattern, name: str) -> Op:
-    return op(torch.ops.cannopy.rotary.default, x, Any("cos"), Any("sin"), Literal(True), name=name)
+    return op("cannopy::rotary", x, Any("cos"), Any("sin"), Literal(True), name=name)
 
 
 def _tokens(x: Pattern) -> Pattern:
@@ -66,7 +66,7 @@ def _written(prefix: str, value: Pattern) -> Pattern:
 KEY = _written("latent", _norm(_part(_kv, "latent"), "ckv"))
 
 PATTERN = op(
-    torch.ops.npu.npu_sparse_flash_attention.default,
+    "npu::npu_sparse_flash_attention",
     _tokens(op(aten.matmul.default, _part(_heads, "nope"), Any("w_uk"), name="absorbed")),
     KEY,
     KEY,

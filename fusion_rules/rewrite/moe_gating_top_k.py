@@ -205,18 +205,23 @@ def _rewrite(match: Match, context: Context) -> None:
             editor.replace(reader, wide)
 
 
-def _rule(equation: str, weights: Pattern, normed: bool) -> Rule:
-    return Rule(NAME, equation, weights, _rewrite, _checks(normed), "npu_moe_gating_top_k", near=6)
+def _rule(equation: str, weights: Pattern, normed: bool, near: int = 6) -> Rule:
+    return Rule(NAME, equation, weights, _rewrite, _checks(normed), "npu_moe_gating_top_k", near)
 
 
 def _scaled(weights: Pattern) -> Pattern:
     return op(aten.mul.Tensor, weights, Number("factor"))
 
 
+NEVER = 1_000
+"""As `near`: the ids of a top-k are never a near miss of its values."""
+
 RULES = (
     _rule("sigmoid(x)[ids] / (Σ + eps) · f  →  npu_moe_gating_top_k(norm_type=1)", _scaled(NORMED), True),
     _rule("sigmoid(x)[ids] / (Σ + eps)  →  npu_moe_gating_top_k(norm_type=1)", NORMED, True),
-    _rule("softmax(x)[ids] · f  →  npu_moe_gating_top_k(norm_type=0)", _scaled(Alt((PICKED, VALUES))), False),
-    _rule("softmax(x)[ids]  →  npu_moe_gating_top_k(norm_type=0)", Alt((PICKED, VALUES)), False),
+    _rule("softmax(x)[ids] · f  →  npu_moe_gating_top_k(norm_type=0)", _scaled(PICKED), False),
+    _rule("softmax(x)[ids]  →  npu_moe_gating_top_k(norm_type=0)", PICKED, False),
+    _rule("topk(softmax(x)) · f  →  npu_moe_gating_top_k(norm_type=0)", _scaled(VALUES), False, NEVER),
+    _rule("topk(softmax(x))  →  npu_moe_gating_top_k(norm_type=0)", VALUES, False, NEVER),
 )
 """With the scaling factor first: the shorter form is part of the longer one."""

@@ -90,7 +90,7 @@ MASK = Alt((
 ))
 
 PATTERN = op(
-    torch.ops.cannopy.attention.default,
+    "cannopy::attention",
     op(aten.cat.default, Items((Any("q_nope"), Any("q_rope"))), Literal(3)),
     KEYS,
     VALUES,

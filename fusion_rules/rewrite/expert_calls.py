@@ -1,0 +1,240 @@
+"""The kernel sequence of a routed expert MLP, shared by the rules that recognise it."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any as Anything
+from typing import cast
+
+import torch
+from torch import fx
+
+from cannopy.fusion_rules.engine.match import Match
+from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Number, Pattern, Through, op
+from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
+from cannopy.fusion_rules.rewrite.trial import Call, refused
+from cannopy.fx_passes.graph import aten, dtype, is_call, shape
+from cannopy.fx_passes.weight_plan import derived, preview, why_not_weight
+
+TRANSPOSED = "w[0].transpose(1, 2)"
+"""Recipe that brings the middle axis of [E, N, K] weights to the input features: [E, K, N]."""
+
+
+@dataclass(frozen=True)
+class ExpertWeight:
+    """Weights of all experts for one grouped matmul: a placeholder [E, N, K] to transpose at load, or [E, K, N]."""
+
+    source: fx.Node
+    transposed: bool
+
+    def value(self, context: Context) -> torch.Tensor:
+        """The fake value [E, K, N]."""
+        if not self.transposed:
+            return cast(torch.Tensor, self.source.meta["val"])
+        return preview(context.editor, [self.source], TRANSPOSED)
+
+    def node(self, context: Context) -> fx.Node:
+        """The placeholder [E, K, N]; on a device it is FRACTAL_NZ unless fp32, as grouped matmul reads it fastest."""
+        if not self.transposed:
+            return self.source
+        nz = dtype(self.source) != torch.float32
+        return derived(context.program, context.editor, f"{self.source.name}_kn", [self.source], TRANSPOSED, nz)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """What an expert MLP is made of: x of T·H, ids and scales of T·K elements, and the weights."""
+
+    x: fx.Node
+    ids: fx.Node
+    scales: fx.Node
+    tokens: int
+    top_k: int
+    gate_up: ExpertWeight
+    down: ExpertWeight
+    skip: fx.Node | None = None
+
+    @property
+    def hidden(self) -> int:
+        """H, the features of x and of the result."""
+        return math.prod(shape(self.x)) // self.tokens
+
+
+def _before(node: fx.Node, *targets: Anything) -> fx.Node:
+    while is_call(node, *targets):
+        node = cast(fx.Node, node.args[0])
+    return node
+
+
+def _chosen_ids(ids: fx.Node) -> fx.Node:
+    """The ids before reshapes, and before int32 ids were widened."""
+    source = _before(ids, aten.reshape.default)
+    if is_call(source, aten._to_copy.default):
+        narrow = _before(cast(fx.Node, source.args[0]), aten.reshape.default)
+        if dtype(narrow) == torch.int32:
+            return narrow
+    return source
+
+
+def _shaped(call: Call, x: fx.Node, size: list[int]) -> Anything:
+    if list(shape(x)) == size:
+        return x
+    source = _before(x, aten.reshape.default)
+    return source if list(shape(source)) == size else call(aten.reshape.default, source, size)
+
+
+def emit(e: Experts, call: Call, gate_up: Anything, down: Anything) -> Anything:
+    """[T, H]: route, two grouped matmuls around a SwiGLU, weighted sum plus ``skip``."""
+    npu = torch.ops.npu
+    experts = int((gate_up.meta["val"] if isinstance(gate_up, fx.Node) else gate_up).shape[0])
+    pairs = [e.tokens, e.top_k]
+    ids = _chosen_ids(e.ids)
+    ids_2d = _shaped(call, ids, pairs)
+    if dtype(ids) != torch.int32:
+        ids_2d = call(aten._to_copy.default, ids_2d, dtype=torch.int32)
+    x = _shaped(call, e.x, [e.tokens, e.hidden])
+    scales = _shaped(call, e.scales, pairs)
+    routed = call(
+        npu.npu_moe_init_routing_v2.default, x, ids_2d, active_num=e.tokens * e.top_k, expert_num=experts,
+        expert_tokens_num_type=1, expert_tokens_num_flag=True, quant_mode=-1, active_expert_range=[0, experts],
+        row_idx_type=0,
+    )
+    rows, row_idx, counts = (call(operator.getitem, routed, i) for i in range(3))
+
+    def grouped(a: Anything, weight: Anything) -> Anything:
+        product = call(
+            npu.npu_grouped_matmul.default, [a], [weight], group_list=counts, split_item=3, group_type=0,
+            group_list_type=1,
+        )
+        return call(operator.getitem, product, 0)
+
+    hidden = call(npu.npu_swiglu.default, grouped(rows, gate_up))
+    skip = None if e.skip is None else _shaped(call, e.skip, [e.tokens, e.hidden])
+    return call(
+        npu.npu_moe_finalize_routing.default, grouped(hidden, down), skip, None, None, scales, row_idx, None,
+        drop_pad_mode=2,
+    )
+
+
+def weight_refusal(context: Context, e: Experts, experts: int) -> Refusal | None:
+    """Weights are constant, belong to ``experts`` experts and have the dtype of x."""
+    for weight in (e.gate_up, e.down):
+        reason = why_not_weight(context.program, weight.source) if weight.transposed else None
+        if reason is not None:
+            return Refusal(f"expert weights must be parameters to be laid out as [E, K, N] at load time: {reason}",
+                           weight.source)
+        if dtype(weight.source) != dtype(e.x):
+            return Refusal(f"expert weights are {dtype(weight.source)}, x is {dtype(e.x)}", weight.source)
+        if shape(weight.source)[0] != experts:
+            return Refusal(f"{experts} experts are counted, the weights have {shape(weight.source)[0]}", weight.source)
+    return None
+
+
+def glu_refusal(match: Match, intermediate: int) -> Refusal | None:
+    """SiLU is on the first half of the up projection; nothing to check when npu_swiglu did it already."""
+    if match.get("gate_start") is None:
+        return None
+    gate = tuple(match[f"gate_{k}"] for k in ("dim", "start", "end", "step"))
+    up = tuple(match[f"up_{k}"] for k in ("dim", "start", "end", "step"))
+    first, second = (1, 0, intermediate, 1), (1, intermediate, 2 * intermediate, 1)
+    if (gate, up) == (first, second):
+        return None
+    found = "the second half" if (gate, up) == (second, first) else f"{list(gate[1:])} with {list(up[1:])}"
+    return Refusal(f"SiLU must be on the first half of the features and multiply the second, found {found}",
+                   match["silu"])
+
+
+def half(of: Pattern, name: str) -> Pattern:
+    """A slice of ``of``; binds ``name``_dim, _start, _end and _step."""
+    return op(aten.slice.Tensor, of, *(Number(f"{name}_{k}") for k in ("dim", "start", "end", "step")))
+
+
+def glu(up_projection: Pattern) -> Pattern:
+    """silu(one half) · other half of ``up_projection``, or npu_swiglu of it."""
+    silu = op(aten.silu.default, half(up_projection, "gate"), name="silu")
+    return Alt((
+        op(aten.mul.Tensor, silu, half(up_projection, "up"), commutative=True),
+        op("npu::npu_swiglu", up_projection),
+    ))
+
+
+def summed(weighted: Pattern) -> Pattern:
+    """Σ over K of [T, K, H]."""
+    return op(aten.sum.dim_IntList, op(aten.reshape.default, weighted, Any()), Items((Number("sum_dim"),)), name="sum")
+
+
+Collect = Callable[[Match, Context], Experts | Refusal]
+
+
+def _skipped(match: Match, experts: Experts) -> Experts | Refusal:
+    """``experts`` with the value that the graph adds to their result."""
+    shared = match.get("shared")
+    if shared is None:
+        return experts
+    if not isinstance(shared, fx.Node) or shape(shared) != shape(match.anchor):
+        return Refusal("what is added to the experts' result is not a tensor of its shape: added separately")
+    if dtype(shared) != dtype(experts.x):
+        return Refusal(f"what is added to the experts' result is {dtype(shared)}, not {dtype(experts.x)}: added "
+                       "separately", shared)
+    if len(shared.users) != 1:
+        return Refusal("what is added to the experts' result has other readers: added separately", shared)
+    return replace(experts, skip=shared)
+
+
+def _read_elsewhere(match: Match) -> fx.Node | None:
+    """A node between the sum and the anchor that others read too, so that the whole captured form would stay."""
+    node: fx.Node = match["sum"]
+    while node is not match.anchor:
+        if len(node.users) != 1:
+            return node
+        node = next(iter(node.users))
+    return None
+
+
+def _result_refusal(match: Match, e: Experts) -> Refusal | None:
+    total = match["sum"]
+    product = cast(fx.Node, total.args[0])
+    if match["sum_dim"] not in (1, -2) or shape(product) != (e.tokens, e.top_k, e.hidden):
+        return Refusal(f"the result must be the sum of [T, K, H] = {[e.tokens, e.top_k, e.hidden]} over K", total)
+    shared_result = _read_elsewhere(match)
+    if shared_result is not None:
+        return Refusal("the experts' result has other readers before it is cast or added to", shared_result)
+    if dtype(match.anchor) != dtype(e.x):
+        return Refusal(f"the result stays {dtype(match.anchor)}; npu_moe_finalize_routing gives {dtype(e.x)}",
+                       match.anchor)
+    return None
+
+
+def rules(name: str, equation: str, weighted: Pattern, collect: Collect) -> tuple[Rule, ...]:
+    """The rule for results that are cast or not and have another tensor added or not, longest form first."""
+
+    def plan(match: Match, context: Context) -> Experts | Refusal:
+        experts = collect(match, context)
+        return experts if isinstance(experts, Refusal) else _skipped(match, experts)
+
+    def check(match: Match, context: Context) -> Refusal | None:
+        e = plan(match, context)
+        if isinstance(e, Refusal):
+            return e
+        return _result_refusal(match, e) or refused(
+            context, lambda call: emit(e, call, e.gate_up.value(context), e.down.value(context)), match.anchor
+        )
+
+    def rewrite(match: Match, context: Context) -> None:
+        e = plan(match, context)
+        assert isinstance(e, Experts)
+        out = emit(e, context.editor.call, e.gate_up.node(context), e.down.node(context))
+        context.editor.replace(match.anchor, context.editor.reshape(out, shape(match.anchor)))
+
+    total = summed(weighted)
+    cast_total = op(aten._to_copy.default, total, name="routed", dtype=Any())
+    plain_total = Through(total, name="routed")
+
+    def added(routed: Pattern) -> Pattern:
+        return op(aten.add.Tensor, Through(routed, over=(aten.reshape.default,)), Any("shared"), commutative=True)
+
+    forms = (added(cast_total), added(plain_total), cast_total, total)
+    return tuple(Rule(name, equation, form, rewrite, check, "npu_grouped_matmul", near=8) for form in forms)

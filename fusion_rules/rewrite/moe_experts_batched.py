@@ -1,0 +1,73 @@
+"""Weights gathered per pair of token and expert, batched matmul, SwiGLU, batched matmul, weighted sum  →
+
+npu_moe_init_routing_v2, npu_grouped_matmul, npu_swiglu, npu_grouped_matmul, npu_moe_finalize_routing.
+
+The captured form is that of ``batched_mm`` experts in transformers: it copies the weights of every chosen expert once
+per token, which the grouped matmul does not.
+"""
+
+from __future__ import annotations
+
+import math
+
+from cannopy.fusion_rules.engine.match import Match
+from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Pattern, op
+from cannopy.fusion_rules.engine.rule import Context, Refusal
+from cannopy.fusion_rules.rewrite.expert_calls import (
+    Experts,
+    ExpertWeight,
+    glu,
+    glu_refusal,
+    rules,
+    weight_refusal,
+)
+from cannopy.fx_passes.graph import aten, shape
+
+IDS = Any("ids")
+REPEATED = op(aten.expand.default, Any("x"), Any(), name="copies")
+ROWS = Alt((
+    op(aten.reshape.default, REPEATED, Any(), name="columns"),
+    op(aten.reshape.default, Any("x"), Any(), name="columns"),
+))
+
+
+def _batched(weight: str, columns: Pattern) -> Pattern:
+    """weight[ids] @ column of every pair, as [pairs, features]."""
+    product = op(aten.matmul.default, op(aten.index.Tensor, Any(weight), Items((IDS,))), columns, name=f"{weight}_mm")
+    return op(aten.reshape.default, product, Any())
+
+
+EXPERT_OUT = _batched("down", op(aten.reshape.default, glu(_batched("gate_up", ROWS)), Any()))
+SCALE = op(aten.reshape.default, Any("scales"), Any(), name="scale")
+WEIGHTED = op(aten.mul.Tensor, EXPERT_OUT, SCALE, commutative=True)
+
+
+def _collect(match: Match, context: Context) -> Experts | Refusal:
+    gate_up, down, ids = match["gate_up"], match["down"], match["ids"]
+    pairs = math.prod(shape(ids))
+    copies = match.get("copies")
+    top_k = shape(copies)[1] if copies is not None and len(shape(copies)) == 3 else 1
+    hidden = shape(match["gate_up"])[-1]
+    tokens = math.prod(shape(match["x"])) // hidden
+    if tokens * top_k != pairs or len(shape(ids)) != 1:
+        return Refusal(f"{pairs} pairs of token and expert are not {tokens} tokens times {top_k}", ids)
+    if copies is not None and (shape(match["x"]), shape(copies)) != ((tokens, 1, hidden), (tokens, top_k, hidden)):
+        return Refusal("tokens must be repeated once per chosen expert, side by side", copies)
+    if shape(match["columns"]) != (pairs, hidden, 1) or len(shape(gate_up)) != 3 or len(shape(down)) != 3:
+        return Refusal("expected weights [E, N, K] times one column per pair", match["gate_up_mm"])
+    if shape(match["scale"]) != (pairs, 1):
+        return Refusal(f"the weights must be one per pair of token and expert, found {list(shape(match['scale']))}",
+                       match["scale"])
+    experts = Experts(
+        match["x"], ids, match["scales"], tokens, top_k, ExpertWeight(gate_up, True), ExpertWeight(down, True)
+    )
+    return weight_refusal(context, experts, shape(gate_up)[0]) or glu_refusal(match, shape(down)[2]) or experts
+
+
+RULES = rules(
+    "moe_experts",
+    "Σ w · (silu(x Wg) · (x Wu)) Wd with W gathered per token  →  init_routing, grouped_matmul ×2, finalize",
+    WEIGHTED,
+    _collect,
+)
+"""With the shared expert's output first: the shorter forms are part of the longer ones."""

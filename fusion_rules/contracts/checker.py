@@ -25,7 +25,7 @@ def check_call(
     Tensors may be real, fake or meta: only shape, dtype and contiguity are read, so contents (index ranges,
     prefix sums) are not checked here. ``host=True`` adds the limits of the CPU kernel.
     KeyError for an op without contract, ValueError for an unknown product, TypeError for arguments that the op's
-    schema does not have.
+    schema does not have or that are not of its types.
     """
     if product not in PRODUCTS:
         raise ValueError(f"unknown product {product!r}; known: {', '.join(PRODUCTS)}")
@@ -44,10 +44,11 @@ def check_call(
                 continue
             for expected, found in _failures(clause, names):
                 broken.append(Violation(clause.id, clause.argument, expected, found, clause.source, op))
-        except (KeyError, AttributeError, IndexError, TypeError):
-            # A clause about sizes reads what an earlier clause should have bound (a missing tensor, a wrong rank).
+        except (LookupError, AttributeError, TypeError, ArithmeticError) as error:
+            # A clause about sizes reads what an earlier clause has found wanting (a rank, a group count of 0).
+            # With none found the arguments are not even of the schema's types.
             if not broken:
-                raise
+                raise TypeError(f"{op}: clause {clause.id} cannot be applied to {clause.argument}: {error}") from error
     return broken
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from ..fx_passes.program import InputKind, InputSpec, Program
 from .errors import BindingError, CaptureError
+from .failures import readable
 from .paths import Attr, Getter, Key, Path, Step, compile_path, split_expression
 from .state import prepare_state
 
@@ -69,9 +70,12 @@ class Binder:
         try:
             base, steps = split_expression(source)
         except ValueError:
-            raise CaptureError(f"the method reads a tensor through {source}, which is no plain access path") from None
+            raise CaptureError(
+                f"the method reads a tensor through {source}, which is no plain access path",
+                remedy="pass torch tensors and hold them in attributes, lists or dicts with integer or string keys",
+            ) from None
         if base != "L" or not steps or not isinstance(steps[0], Key):
-            raise _unreachable(source, "a global variable")
+            raise _unreachable(readable(source), "a global variable")
         root = self._root(str(steps[0].value), steps[1:])
         if root is None:
             raise _unreachable(str(steps[0].value), "a closure variable")

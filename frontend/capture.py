@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..fx_passes.program import InputSpec, Program
 from . import dynamo, failures, provenance, sdpa
-from .bindings import Binder, call_constants
+from .bindings import Binder, Bound, call_constants
 from .errors import CaptureError
 from .results import describe
 from .twin import fake_copy, on_meta
@@ -62,8 +62,7 @@ def capture(
         raise CaptureError(f"{type(model).__name__}.{method} does no tensor operation: there is nothing to compile")
     failures.check_effects(trace.effects)
     failures.check_static(trace.gm.graph)
-    binder = Binder(bound, args, kwargs)
-    bounds = [binder.bind(s, t) for s, t in zip(trace.sources, trace.example_inputs, strict=True)]
+    bounds = _bind(trace, Binder(bound, args, kwargs))
     paths = [str(b.path) for b in bounds]
     sdpa.rewrite(trace.gm.graph)
     trace.gm.recompile()
@@ -97,6 +96,18 @@ def _bound_method(model: nn.Module, method: str) -> MethodType:
             remedy="name a plain method; undo wrappers such as torch.compile or a patched forward",
         )
     return found
+
+
+def _bind(trace: dynamo.Trace, binder: Binder) -> list[Bound]:
+    bounds = []
+    nodes = trace.gm.graph.find_nodes(op="placeholder")
+    for node, source, tensor in zip(nodes, trace.sources, trace.example_inputs, strict=True):
+        try:
+            bounds.append(binder.bind(source, tensor))
+        except CaptureError as e:
+            where = next(filter(None, map(provenance.of_node, node.users)), None)
+            raise CaptureError.at(where, e.reason, e.remedy) from e
+    return bounds
 
 
 def _lower(trace: dynamo.Trace) -> dynamo.Lowered:

@@ -45,7 +45,7 @@ class CaptureError(FrontendError):
         self.line = line
         self.code = code
         self.remedy = remedy
-        where = f"{source_file}:{line}: {code}".rstrip(": ") if source_file else ""
+        where = str(SourceLine(source_file, line or 0, code)) if source_file else ""
         parts = [reason, f"  at {where}" if where else "", f"  cure: {remedy}" if remedy else ""]
         super().__init__("\n".join(p for p in parts if p))
 

@@ -96,8 +96,8 @@ def check_effects(effects: list[Effect]) -> None:
         return
     effect = effects[0]
     where = provenance.innermost(effect.stack)
-    owner = _readable(effect.owner)
-    what = ", ".join(f"{owner}.{a}" for a in effect.attributes) or owner
+    owner = readable(effect.owner)
+    what = ", ".join(a if owner == a else f"{owner}.{a}" for a in effect.attributes) or owner
     others = f" (and {len(effects) - 1} more objects)" if len(effects) > 1 else ""
     lazily = "StaticCache" if re.search(r"layers\[\d+\]$", owner) else ""
     remedy = (
@@ -109,8 +109,11 @@ def check_effects(effects: list[Effect]) -> None:
     raise CaptureError.at(where, f"the method changes Python state that a graph cannot carry: {what}{others}", remedy)
 
 
-def _readable(source: str) -> str:
+def readable(source: str) -> str:
+    """Dynamo's expression for an object as a user would write it: ``L['self'].__dict__['x']`` → ``self.x``."""
     text = re.sub(r"^[LG]\['([^']*)'\]", r"\1", source)
+    if (imported := re.match(r"__import_(\w+?)\.(?=\w)", text)) is not None:
+        text = imported[1].replace("_dot_", ".") + "." + text[imported.end() :]
     text = re.sub(r"\.__dict__\['([^']*)'\]", r".\1", text)
     return re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", text)
 

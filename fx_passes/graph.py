@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -123,6 +124,10 @@ class Editor:
     def expand(self, x: fx.Node, size: Sequence[int]) -> fx.Node:
         """``x`` broadcast to ``size``; ``x`` itself when it has that shape."""
         return x if shape(x) == tuple(size) else self.call(aten.expand.default, x, list(size))
+
+    def item(self, x: fx.Node, index: int) -> fx.Node:
+        """Output ``index`` of a node with several."""
+        return self.call(operator.getitem, x, index)
 
     def fake(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """A fake tensor of this graph's mode built by ``make``."""

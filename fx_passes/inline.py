@@ -1,0 +1,64 @@
+"""A node replaced by the operations of a function: dialect operations become their plain ATen references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from cannopy.fx_passes.graph import Editor, where
+
+
+class InlineError(ValueError):
+    """A function cannot be put in the place of a node."""
+
+
+def inline(editor: Editor, node: fx.Node, fn: Callable[..., Any]) -> fx.Node:
+    """Replace ``node`` by what ``fn`` does with the same arguments, traced to ATen; the node of the result.
+
+    ``fn`` takes the node's arguments, calls ATen operations on tensors only and returns one tensor of the node's
+    shape and dtype. New nodes stand before ``node`` and have its provenance. Raises `InlineError`.
+    """
+    tensors = list(node.all_input_nodes)
+    traced = _trace(editor, node, fn, tensors)
+    values: dict[fx.Node, Any] = {}
+    feed = iter(tensors)
+    result: Any = None
+    with editor.before(node):
+        for inner in traced.graph.nodes:
+            if inner.op == "placeholder":
+                values[inner] = next(feed)
+            elif inner.op == "output":
+                result = fx.node.map_arg(inner.args[0], lambda n: values[n])
+            elif inner.op == "call_function":
+                args, kwargs = fx.node.map_arg((inner.args, inner.kwargs), lambda n: values[n])
+                values[inner] = editor.call(inner.target, *args, **kwargs)
+            else:
+                raise InlineError(f"{node.target} at {where(node)}: its reference holds a tensor constant")
+    _check(node, result)
+    editor.replace(node, result)
+    return result  # type: ignore[no-any-return]
+
+
+def _trace(editor: Editor, node: fx.Node, fn: Callable[..., Any], tensors: list[fx.Node]) -> fx.GraphModule:
+    def call(*given: torch.Tensor) -> Any:
+        bound = dict(zip(tensors, given, strict=True))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: bound[n])
+        return fn(*args, **kwargs)
+
+    with editor.fake_mode, torch.no_grad():
+        return make_fx(call)(*(t.meta["val"] for t in tensors))
+
+
+def _check(node: fx.Node, result: Any) -> None:
+    if not isinstance(result, fx.Node):
+        raise InlineError(f"{node.target} at {where(node)}: its reference returned {result!r}, expected one tensor")
+    want, got = node.meta["val"], result.meta["val"]
+    if (want.shape, want.dtype) != (got.shape, got.dtype):
+        raise InlineError(
+            f"{node.target} at {where(node)}: expected {want.dtype}{list(want.shape)}, its reference gives "
+            f"{got.dtype}{list(got.shape)}"
+        )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from cannopy.fusion_rules.engine.match import Match, Matcher
+from cannopy.fusion_rules.engine.match import Match, Matcher, is_one_of
 from cannopy.fusion_rules.engine.rule import Context, Hit, Miss, Rule
 
 
@@ -46,7 +46,7 @@ def apply(rules: Iterable[Rule], context: Context, log: Log) -> int:
     for rule in rules:
         anchors = set(rule.anchors)
         for node in list(context.editor.graph.nodes):
-            if node.op == "call_function" and node.target in anchors and (node.users or node.is_impure()):
+            if node.op == "call_function" and is_one_of(node.target, anchors) and (node.users or node.is_impure()):
                 total += _at(rule, node, context, log)
         context.editor.sweep()
     return total

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any as Anything
 
@@ -154,7 +154,7 @@ class Matcher:
             crossed, user, current = crossed.add(current), current, current.args[0]
 
     def _op(self, p: Op, value: Anything, state: State, user: fx.Node | None) -> Iterator[State]:
-        if not isinstance(value, fx.Node) or value.op != "call_function" or not _is_one_of(value.target, p.targets):
+        if not isinstance(value, fx.Node) or value.op != "call_function" or not is_one_of(value.target, p.targets):
             self._fail(state, value if isinstance(value, fx.Node) else user, _names(p), describe(value))
             return
         if len(value.args) > len(p.args) and not p.rest or len(value.args) < len(p.args):
@@ -178,7 +178,8 @@ class Matcher:
                 yield from self._all(keyword, given, found, value)
 
 
-def _is_one_of(target: Anything, targets: Sequence[Anything]) -> bool:
+def is_one_of(target: Anything, targets: Collection[Anything]) -> bool:
+    """Whether an operator is among ``targets``, each an operator or an operator's full name."""
     return target in targets or (isinstance(target, OpOverload) and target.name() in targets)
 
 

@@ -47,7 +47,7 @@ RULE = Rule(
     name="add_rms_norm",
     equation="x = a + b; rms_norm(x, gamma, eps) -> npu_add_rms_norm(a, b, gamma, eps)",
     pattern=op(
-        torch.ops.cannopy.rms_norm.default,
+        "cannopy::rms_norm",
         op(aten.add.Tensor, Any("a"), Any("b"), name="sum"),
         Any("gamma"),
         Number("eps"),

@@ -27,7 +27,7 @@ def rewrite(match: Match, ctx: Context) -> None:
 RULE = Rule(
     name="rms_norm",
     equation="rms_norm(x, gamma, eps) -> npu_rms_norm(x, gamma, eps)[0]",
-    pattern=op(torch.ops.cannopy.rms_norm.default, Any("x"), Any("gamma"), Number("eps")),
+    pattern=op("cannopy::rms_norm", Any("x"), Any("gamma"), Number("eps")),
     check=check,
     rewrite=rewrite,
     kernel="npu_rms_norm",

@@ -1,0 +1,135 @@
+"""Masks are taken for causal only when the graph proves it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.passes.graphs import program_of
+
+from cannopy.fx_passes import normalise
+from cannopy.fx_passes.affine import Causal, causal
+
+PAST = torch.tensor(5)
+QUERIES, KEYS = 3, 12
+
+
+def _mask(fn: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Causal | str:
+    program = program_of(fn, *inputs)
+    normalise.run(program)
+    output = next(iter(reversed(program.gm.graph.nodes)))
+    return causal(output.args[0][0])
+
+
+def _positions(past: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return (torch.arange(QUERIES) + past)[:, None], torch.arange(KEYS)[None, :]
+
+
+def _le(past: torch.Tensor) -> torch.Tensor:
+    q, k = _positions(past)
+    return k <= q
+
+
+def _ge(past: torch.Tensor) -> torch.Tensor:
+    q, k = _positions(past)
+    return (q >= k).expand(2, 1, QUERIES, KEYS)
+
+
+def _lt(past: torch.Tensor) -> torch.Tensor:
+    q, k = _positions(past)
+    return k < q + 1
+
+
+def _not_gt(past: torch.Tensor) -> torch.Tensor:
+    q, k = _positions(past)
+    return ~(k > q)
+
+
+def _with_true(past: torch.Tensor) -> torch.Tensor:
+    return _le(past) & torch.ones(QUERIES, KEYS, dtype=torch.bool) & (torch.arange(KEYS) >= 0)
+
+
+def _additive(past: torch.Tensor) -> torch.Tensor:
+    return torch.where(_le(past), torch.zeros(()), torch.full((), torch.finfo(torch.float32).min))
+
+
+def _selected_row(past: torch.Tensor) -> torch.Tensor:
+    return _le(past)[None, None].expand(2, 1, QUERIES, KEYS)[:, 0]
+
+
+@pytest.mark.parametrize("fn", [_le, _ge, _lt, _not_gt, _with_true, _additive, _selected_row])
+def test_every_spelling_of_the_causal_mask_is_proven(fn: Callable[..., torch.Tensor]) -> None:
+    found = _mask(fn, PAST)
+    assert isinstance(found, Causal), found
+    assert found.const == 0
+    assert found.symbol is not None
+    assert found.symbol.op == "placeholder"
+
+
+def test_a_static_prefill_mask_has_no_symbol() -> None:
+    found = _mask(lambda x: torch.arange(KEYS)[None, :] <= torch.arange(QUERIES)[:, None] + 2, torch.tensor(0))
+    assert found == Causal(None, 2)
+
+
+def _strict(past: torch.Tensor) -> torch.Tensor:
+    q, k = _positions(past)
+    return k < q
+
+
+def _window(past: torch.Tensor) -> torch.Tensor:
+    q, k = _positions(past)
+    return (k <= q) & (k > q - 4)
+
+
+def _anti(past: torch.Tensor) -> torch.Tensor:
+    q, k = _positions(past)
+    return k >= q
+
+
+def _strided(past: torch.Tensor) -> torch.Tensor:
+    q, k = _positions(past)
+    return 2 * k <= q
+
+
+def _transposed(past: torch.Tensor) -> torch.Tensor:
+    return _le(past).t().contiguous()[:QUERIES, :QUERIES]
+
+
+def _weak_fill(past: torch.Tensor) -> torch.Tensor:
+    return torch.where(_le(past), torch.zeros(()), torch.full((), -100.0))
+
+
+def _block(past: torch.Tensor) -> torch.Tensor:
+    q, k = _positions(past)
+    return k // 4 <= q // 4
+
+
+@pytest.mark.parametrize(
+    ("fn", "reason"),
+    [(_window, "sliding window"), (_anti, "key <= query"), (_strided, "not provably"), (_transposed, "key <= query"),
+     (_weak_fill, "not provably"), (_block, "not provably")],
+)
+def test_other_masks_are_refused(fn: Callable[..., torch.Tensor], reason: str) -> None:
+    found = _mask(fn, PAST)
+    assert isinstance(found, str)
+    assert reason in found
+
+
+def test_a_strict_mask_sees_one_key_less() -> None:
+    found = _mask(_strict, PAST)
+    assert isinstance(found, Causal)
+    assert found.const == -1
+
+
+def test_a_padding_mask_is_refused() -> None:
+    padding = torch.ones(2, KEYS, dtype=torch.bool)
+    found = _mask(lambda p, m: _le(p) & m[:, None, :], PAST, padding)
+    assert isinstance(found, str)
+    assert "padding" in found
+
+
+def test_lengths_per_request_are_refused() -> None:
+    found = _mask(lambda past: torch.arange(KEYS) <= torch.arange(QUERIES)[:, None] + past[:, None, None],
+                  torch.tensor([3, 5]))
+    assert isinstance(found, str)

@@ -63,7 +63,9 @@ def npu_mla_prolog_v3(
     _store(kr_cache, slots, _rope(down[:, latent:], cos, sin), cache_mode)
     lead = token_x.shape[:-1]
     unused = torch.zeros(_placeholder_size(), dtype=torch.float32)
-    norm = cq.view(*lead, -1) if query_norm_flag else torch.zeros(_placeholder_size(), dtype=weight_uq_qr.dtype)
+    norm = (
+        cq.view(*lead, cq.shape[1]) if query_norm_flag else torch.zeros(_placeholder_size(), dtype=weight_uq_qr.dtype)
+    )
     return (
         query.view(*lead, *query.shape[1:]),
         query_rope.view(*lead, *query_rope.shape[1:]),

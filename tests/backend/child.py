@@ -1,0 +1,42 @@
+"""One process of the cache tests: ``python -m tests.backend.child ENGINE CACHE_DIR [CODE]`` prints a JSON line.
+
+CODE runs before anything is compiled. The package digest is pinned, so that a file of this package saved while the
+tests run is not taken for a change.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from cannopy.backend.cache import key as _  # noqa: F401  the module, so that it can be patched below
+from cannopy.backend.options import BuildOptions
+
+sys.modules["cannopy.backend.cache.key"].package_digest = lambda: "pinned"
+
+
+def main() -> None:
+    """Compile `Tiny`, run it twice, print what happened."""
+    from torch._dynamo.utils import counters
+
+    from tests.backend.programs import check_same_as_eager, compile_tiny, tiny
+
+    engine, cache_dir, *code = sys.argv[1:]
+    model = tiny()
+    for text in code:
+        exec(text, {"model": model, "torch": torch})
+    started = time.perf_counter()
+    compiled, x, cache = compile_tiny(model, BuildOptions(engine=engine, cache_dir=Path(cache_dir)))
+    seconds = time.perf_counter() - started
+    for _i in range(2):
+        check_same_as_eager(compiled, model, x, cache)
+    graphs = counters["stats"]["unique_graphs"]
+    print(json.dumps({**compiled.report["cache"], "graphs": graphs, "seconds": seconds}))
+
+
+if __name__ == "__main__":
+    main()

@@ -68,11 +68,14 @@ def replay(case: GenerationCase, steps: Sequence[Step]) -> list[Step]:
     return done
 
 
-def check(case: GenerationCase, compiled: Sequence[Step]) -> ParityReport:
-    """Measure the steps of a compiled run against plain bf16 and float64 runs of ``case.model``."""
+def check(case: GenerationCase, compiled: Sequence[Step]) -> tuple[ParityReport, list[Step]]:
+    """Measure the steps of a compiled run against plain bf16 and float64 runs of ``case.model``.
+
+    Returns the report and the steps of the plain run.
+    """
     plain = replay(case, compiled)
     exact = replay(replace(case, model=in_float64(case.model)), compiled)
-    return compare(compiled, plain, exact)
+    return compare(compiled, plain, exact), plain
 
 
 def compare(compiled: Sequence[Step], plain: Sequence[Step], exact: Sequence[Step]) -> ParityReport:

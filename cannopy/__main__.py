@@ -1,0 +1,5 @@
+"""``python -m cannopy``."""
+
+from cannopy.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,181 @@
+"""Arguments and output that several verbs share. Nothing here imports torch before `load_model`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cannopy.environment import require_torch
+from cannopy.errors import CannopyError, unknown
+from cannopy.options import PHASES, TARGETS, FusionSwitch, Options
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cannopy.frontend.sources import LoadedModel
+
+DTYPES = ("bf16", "fp16", "fp32")
+_SWITCHES: Mapping[str, FusionSwitch] = {"on": True, "off": False, "require": "require"}
+
+
+def one_of(kind: str, known: Sequence[str]) -> Callable[[str], str]:
+    """An argparse type that takes one of ``known`` and names the nearest for anything else."""
+
+    def convert(text: str) -> str:
+        if text not in known:
+            raise argparse.ArgumentTypeError(unknown(kind, text, known))
+        return text
+
+    return convert
+
+
+def positive(text: str) -> int:
+    """An argparse type: a whole number above 0."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, found {text!r}")
+    return value
+
+
+def _fusion(text: str) -> tuple[str, FusionSwitch]:
+    name, equals, switch = text.partition("=")
+    if not equals or switch not in _SWITCHES:
+        raise argparse.ArgumentTypeError(f"expected RULE=on, RULE=off or RULE=require, found {text!r}")
+    return name, _SWITCHES[switch]
+
+
+def verb_parser(
+    subparsers: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    func: Callable[[argparse.Namespace], int],
+    summary: str,
+    description: str,
+    examples: str,
+) -> argparse.ArgumentParser:
+    """The parser of one verb, with ``--json``."""
+    parser = subparsers.add_parser(
+        name,
+        help=summary,
+        description=description,
+        epilog=f"examples:\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object on standard output, nothing else")
+    parser.set_defaults(func=func)
+    return parser
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, phases: Sequence[str] = PHASES, phase: str = "decode") -> None:
+    """MODEL, what to call it with, and the options of the compilation."""
+    parser.add_argument("model", metavar="MODEL", help="zoo name, Hugging Face checkpoint folder, or path.py:factory")
+    group = parser.add_argument_group("model and inputs")
+    group.add_argument("--size", metavar="SIZE", help="size of a zoo model: tiny (the default), small or full")
+    group.add_argument("--dtype", type=one_of("dtype", DTYPES), metavar="|".join(DTYPES), help="of the parameters")
+    group.add_argument("--seed", type=int, default=0, help="of random weights and token ids (0)")
+    group.add_argument("--batch", type=positive, default=1, help="sequences per call (1)")
+    group.add_argument("--prompt-tokens", type=positive, metavar="N", help="tokens of the prompt (96)")
+    group.add_argument("--max-cache-len", type=positive, metavar="N", help="tokens that the KV cache holds (256)")
+    group = parser.add_argument_group("compilation")
+    group.add_argument(
+        "--phase",
+        type=one_of("phase", phases),
+        default=phase,
+        metavar="|".join(phases),
+        help=f"what to compile ({phase})",
+    )
+    group.add_argument(
+        "--target",
+        type=one_of("target", TARGETS),
+        default="atlas-a3",
+        metavar="|".join(TARGETS),
+        help="product (atlas-a3)",
+    )
+    group.add_argument(
+        "--fusion",
+        type=_fusion,
+        action="append",
+        default=[],
+        metavar="RULE=on|off|require",
+        help="switch one rule; repeatable",
+    )
+    group.add_argument(
+        "--block-size", type=positive, metavar="N", help="tokens per block of a paged cache view (chosen)"
+    )
+    group.add_argument("--cache-dir", type=Path, metavar="DIR", help="compile cache (~/.cache/cannopy)")
+    group.add_argument("--no-cache", action="store_true", help="neither read nor write the compile cache")
+
+
+def options_of(args: argparse.Namespace, **more: Any) -> Options:
+    """The `Options` that the arguments ask for; ``--phase both`` leaves the phase open."""
+    return Options(
+        phase=args.phase if args.phase in PHASES else None,
+        target=args.target,
+        cache_dir=args.cache_dir,
+        use_cache=not args.no_cache,
+        fusions=dict(args.fusion),
+        block_size=args.block_size,
+        **more,
+    )
+
+
+def load_model(args: argparse.Namespace) -> LoadedModel:
+    """The model and its inputs as the arguments say. Raises `NotReadyError` before anything imports torch."""
+    require_torch()
+    from dataclasses import replace
+
+    from cannopy.frontend import sources
+
+    phase = "decode" if args.phase == "decode" else "prefill"
+    loaded = sources.load(args.model, size=args.size, dtype=args.dtype, seed=args.seed, phase=phase, batch=args.batch)
+    case = loaded.case
+    if case is None:
+        if args.prompt_tokens or args.max_cache_len:
+            raise CannopyError(
+                "--prompt-tokens and --max-cache-len do not apply to a factory, which makes its own inputs"
+            )
+        return loaded
+    tokens, length = args.prompt_tokens or case.prefill_tokens, args.max_cache_len or case.max_cache_len
+    if tokens >= length:
+        raise CannopyError(
+            f"a prompt of {tokens} tokens does not fit a cache of {length}",
+            f"--max-cache-len {tokens + 128}, or a shorter prompt",
+        )
+    case = replace(case, prefill_tokens=tokens, max_cache_len=length)
+    return replace(loaded, case=case, make_inputs=case.inputs)
+
+
+def console(args: argparse.Namespace) -> Console:
+    """Where human output goes: standard output, or standard error when that is reserved for JSON."""
+    from rich.console import Console
+
+    return Console(stderr=args.json, soft_wrap=False, highlight=False)
+
+
+def print_json(data: Any) -> None:
+    """One JSON object on standard output."""
+    json.dump(data, sys.stdout, indent=2)
+    print()
+
+
+@contextlib.contextmanager
+def working(screen: Console, text: str) -> Iterator[None]:
+    """Shows that ``text`` is going on, and how long it took; plain lines where the output is no terminal."""
+    import time
+
+    start = time.perf_counter()
+    if screen.is_terminal:
+        with screen.status(text):
+            yield
+    else:
+        screen.print(f"{text} …")
+        yield
+    screen.print(f"[dim]{text}: {time.perf_counter() - start:.1f} s[/]")

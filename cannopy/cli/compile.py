@@ -1,0 +1,69 @@
+"""`cannopy compile`: one phase, compiled and put into the compile cache, not run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cannopy.cli.common import (
+    add_model_arguments,
+    console,
+    load_model,
+    options_of,
+    print_json,
+    verb_parser,
+    working,
+)
+
+if TYPE_CHECKING:
+    from cannopy.api import Compiled
+
+_DESCRIPTION = """\
+Captures one phase of the model, fuses it, and compiles it with torchair. The result goes into the compile cache,
+where a later process with the same model, inputs and versions finds it. Prints the report: what fused, what came
+near and did not and why, and the device kernels that are left.
+"""
+
+_EXAMPLES = """\
+  cannopy compile deepseek-v3.2                           decode of the tiny preset, for Atlas A3
+  cannopy compile deepseek-v3.2 --phase prefill --prompt-tokens 128
+  cannopy compile ./DeepSeek-V3.2 --batch 8 --cache-dir ./artifacts
+  cannopy compile my_model.py:make --fusion mla_prolog=require
+  cannopy compile deepseek-v3.2 --json | jq .kernels
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `compile` to the command line."""
+    parser = verb_parser(subparsers, "compile", run, "compile one phase, without running it", _DESCRIPTION, _EXAMPLES)
+    add_model_arguments(parser)
+    parser.add_argument("--dump-dir", type=Path, metavar="DIR", help="write the graph after each pass as text")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compile and print the report; 0 when torchair has compiled the graph."""
+    compiled = compile_phase(args, dump_dir=args.dump_dir)
+    if args.json:
+        print_json(compiled.report.to_dict())
+    else:
+        console(args).print(compiled.report)
+    return 0
+
+
+def compile_phase(args: argparse.Namespace, dump_dir: Path | None = None, use_cache: bool | None = None) -> Compiled:
+    """What the arguments ask for, compiled; progress goes to the screen."""
+    options = options_of(args, dump_dir=dump_dir)
+    loaded = load_model(args)
+    from dataclasses import replace
+
+    import cannopy
+
+    if use_cache is not None:
+        options = replace(options, use_cache=use_cache)
+    screen = console(args)
+    for note in loaded.notes:
+        screen.print(note, style="dim")
+    call_args, call_kwargs = loaded.make_inputs(args.phase)
+    with working(screen, f"compiling {args.phase} of {loaded.name} for {options.target}"):
+        return cannopy.compile(loaded.model, loaded.method, call_args, call_kwargs, options)

@@ -1,0 +1,81 @@
+"""What `cannopy run` prints."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from cannopy.parity.measure import MEDIAN_LIMIT, P90_LIMIT, ParityReport
+from cannopy.report_view import counts_table, fusions_table, headline, misses_table, seconds_table
+from cannopy.trial import Trial
+
+
+def show(screen: Console, trial: Trial) -> None:
+    """Print a trial: per phase what was compiled, then parity, times and the verdict."""
+    for phase, report in trial.reports.items():
+        screen.print(f"\n[bold]{phase}[/]: {escape(headline(report))}")
+        for title, table in (
+            ("fused", fusions_table(report)),
+            ("came near and did not fuse", misses_table(report.misses)),
+            ("device kernels", counts_table("kernel", report.kernels)),
+        ):
+            if table.row_count:
+                screen.print(f"\n{title}", style="dim")
+                screen.print(table)
+    if trial.parity is not None:
+        _show_parity(screen, trial.parity)
+    screen.print("\n[bold]seconds[/] (on a host they say nothing about a device)")
+    screen.print(seconds_table(trial.seconds))
+    _show_verdict(screen, trial)
+
+
+def _show_parity(screen: Console, parity: ParityReport) -> None:
+    screen.print("\n[bold]parity[/]: relative error per token against float64")
+    table = _numbers("phase", "tokens", "median", "plain bf16", "ratio", "p90", "plain bf16", "ratio")
+    for part in parity.errors:
+        ours, plain = part.compiled, part.plain
+        table.add_row(
+            part.phase,
+            str(ours.tokens),
+            f"{ours.median:.2e}",
+            f"{plain.median:.2e}",
+            _ratio(ours.median, plain.median, MEDIAN_LIMIT),
+            f"{ours.p90:.2e}",
+            f"{plain.p90:.2e}",
+            _ratio(ours.p90, plain.p90, P90_LIMIT),
+        )
+    screen.print(table)
+    if parity.picks:
+        table = _numbers("phase", "picks of", "made", "unlike plain bf16", "worst tie (1 = limit)", "invalid")
+        for picks in parity.picks:
+            table.add_row(
+                picks.phase, picks.kind, str(picks.tokens), str(picks.differ), f"{picks.worst:.2f}", str(picks.invalid)
+            )
+        screen.print()
+        screen.print(table)
+    for note in parity.notes:
+        screen.print(note, style="dim")
+
+
+def _show_verdict(screen: Console, trial: Trial) -> None:
+    if trial.same_tokens is not None:
+        total = sum(len(row) for row in trial.tokens)
+        screen.print(f"\ngreedy tokens: {trial.same_tokens} of {total} are those of plain bf16 on the same picks")
+    failures = trial.parity.failures if trial.parity else ["parity was not measured"]
+    for sentence in failures:
+        screen.print(f"[red]{escape(sentence)}[/]")
+    screen.print("[bold green]parity holds[/]" if not failures else "[bold red]parity fails[/]")
+
+
+def _ratio(ours: float, plain: float, limit: float) -> str:
+    ratio = ours / plain if plain else float("inf") if ours else 1.0
+    colour = "green" if ratio <= limit else "red"
+    return f"[{colour}]{ratio:.2f}[/] (≤ {limit})"
+
+
+def _numbers(*columns: str) -> Table:
+    table = Table(show_edge=False, pad_edge=False, header_style="dim")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left")
+    return table

@@ -1,0 +1,135 @@
+"""Tables of a `CompileReport` for a terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from cannopy.report import CompileReport
+
+
+def render(report: CompileReport) -> RenderableType:
+    """Everything of the report that a person reads first."""
+    parts: list[RenderableType] = [Text(headline(report))]
+    for title, table in (
+        ("Fusions", fusions_table(report)),
+        ("Came near and did not apply", misses_table(report.misses)),
+        ("Device kernels", counts_table("kernel", report.kernels)),
+        ("Seconds", seconds_table(report.timings)),
+    ):
+        if table.row_count:
+            parts += [Text(f"\n{title}", style="bold"), table]
+    return Group(*parts)
+
+
+def headline(report: CompileReport) -> str:
+    """One or two lines: nodes, kernels, full-cache copies, what the compile cache did."""
+    nodes = report.nodes
+    text = f"{nodes.get('captured', '?')} nodes captured, {nodes.get('final', '?')} left"
+    if report.kernels:
+        text += f", {sum(report.kernels.values())} device kernels"
+    if report.cache_copies is not None:
+        text += f", {report.cache_copies} full-cache copies"
+    cache = report.cache
+    if cache:
+        reason = f" ({cache['reason']})" if cache.get("reason") else ""
+        text += f"\ncompile cache: {cache.get('status', '?')}{reason}"
+    return text
+
+
+def layer_kinds(hits: Iterable[Mapping[str, Any]]) -> list[tuple[str, dict[str, int]]]:
+    """(layers, {rule: times per layer}), layers with the same fusions together; what is in no layer comes last."""
+    by_layer: dict[int | None, Counter[str]] = {}
+    for hit in hits:
+        by_layer.setdefault(hit.get("layer"), Counter())[hit["rule"]] += 1
+    kinds: dict[tuple[tuple[str, int], ...], list[int]] = {}
+    for layer in sorted(key for key in by_layer if key is not None):
+        kinds.setdefault(tuple(sorted(by_layer[layer].items())), []).append(layer)
+    found = [(_ranges(layers), dict(rules)) for rules, layers in kinds.items()]
+    if None in by_layer:
+        found.append(("outside layers", dict(sorted(by_layer[None].items()))))
+    return found
+
+
+def fusions_table(report: CompileReport) -> Table:
+    """Rules by layer kind."""
+    kinds = layer_kinds(report.hits)
+    table = _table("rule", *(name for name, _ in kinds), "total", numbers=True)
+    for rule, total in sorted(report.fusions.items()):
+        table.add_row(rule, *(str(rules.get(rule, "")) for _, rules in kinds), str(total))
+    return table
+
+
+def hits_table(hits: Sequence[Mapping[str, Any]]) -> Table:
+    """One row per rule and place."""
+    table = _table("layer", "rule", "module", "node", "source lines")
+    for hit in hits:
+        table.add_row(_layer(hit), hit["rule"], hit["module_path"], hit["node"], escape("\n".join(hit["lines"])))
+    return table
+
+
+def misses_table(misses: Sequence[Mapping[str, Any]]) -> Table:
+    """One row per rule and reason, with the layers it holds for and where it stopped."""
+    table = _table("rule", "layers", "reason", "at")
+    for rule, reason, layers, places in grouped_misses(misses):
+        table.add_row(rule, layers, escape(reason), escape(places))
+    return table
+
+
+def grouped_misses(misses: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
+    """(rule, reason, layers, source lines), the same refusal of many layers once."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for miss in misses:
+        groups.setdefault((miss["rule"], miss["reason"]), []).append(miss)
+    found = []
+    for (rule, reason), members in groups.items():
+        layers = sorted({m["layer"] for m in members if m.get("layer") is not None})
+        places = list(dict.fromkeys(m["source"] or m["node"] for m in members))
+        more = f" and {len(places) - 3} more" if len(places) > 3 else ""
+        found.append((rule, reason, _ranges(layers) if layers else "", "\n".join(places[:3]) + more))
+    return found
+
+
+def counts_table(name: str, counts: Mapping[str, int]) -> Table:
+    """Names with their counts, most first."""
+    table = _table(name, "count", numbers=True)
+    for key, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+        table.add_row(key, str(count))
+    return table
+
+
+def seconds_table(seconds: Mapping[str, float]) -> Table:
+    """Steps with their wall time."""
+    table = _table("step", "seconds", numbers=True)
+    for key, value in seconds.items():
+        table.add_row(key, f"{value:.3f}" if value < 10 else f"{value:.1f}")
+    return table
+
+
+def _table(*columns: str, numbers: bool = False) -> Table:
+    table = Table(show_edge=False, pad_edge=False, header_style="dim")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if numbers and i else "left", overflow="fold")
+    return table
+
+
+def _layer(entry: Mapping[str, Any]) -> str:
+    return "" if entry.get("layer") is None else str(entry["layer"])
+
+
+def _ranges(layers: Sequence[int]) -> str:
+    """``0, 2-4`` for [0, 2, 3, 4]."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    text = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+    return f"layer {text}" if len(layers) == 1 else f"layers {text}"

@@ -1,0 +1,162 @@
+"""Compile a model's phases, run them, and measure the result against eager: what `cannopy run` does."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+
+import cannopy
+from cannopy.errors import CannopyError
+from cannopy.frontend.generation import GenerationCase, Phase
+from cannopy.frontend.sources import LoadedModel
+from cannopy.options import Options
+from cannopy.parity import call as call_parity
+from cannopy.parity import generation
+from cannopy.parity.measure import ParityReport
+from cannopy.report import CompileReport
+
+Progress = Callable[[str], AbstractContextManager[Any]]
+
+
+@dataclass
+class Trial:
+    """What one run showed.
+
+    ``reports`` has the `CompileReport` of each compiled phase. ``seconds``: wall time of the compiled calls
+    (``prefill``, ``decode_median``), of the same calls in eager mode (``eager_…``), and of the compilations.
+    ``tokens`` are the greedy tokens of the compiled run per sequence, ``same_tokens`` how many of them plain bf16 on
+    the same picks chooses as well.
+    """
+
+    model: str
+    settings: dict[str, Any]
+    notes: list[str]
+    reports: dict[str, CompileReport] = field(default_factory=dict)
+    parity: ParityReport | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    tokens: list[list[int]] = field(default_factory=list)
+    same_tokens: int | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether parity was measured and every limit held."""
+        return self.parity is not None and self.parity.passed
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that JSON takes."""
+        return {
+            "model": self.model,
+            "settings": self.settings,
+            "notes": self.notes,
+            "passed": self.passed,
+            "parity": self.parity.to_dict() if self.parity else None,
+            "seconds": self.seconds,
+            "tokens": self.tokens,
+            "same_tokens": self.same_tokens,
+            "phases": {phase: report.to_dict() for phase, report in self.reports.items()},
+        }
+
+
+def silent(text: str) -> AbstractContextManager[Any]:
+    """Progress that nobody sees."""
+    del text
+    return nullcontext()
+
+
+def run(
+    loaded: LoadedModel, options: Options, phases: Sequence[Phase], steps: int, progress: Progress = silent
+) -> Trial:
+    """Compile ``phases`` of the model, run it, and compare with eager bf16 and with float64.
+
+    A generation model reads its prompt and then decodes ``steps`` tokens greedily; a phase that is not among
+    ``phases`` runs in eager mode. A factory's model is called once. Raises what `cannopy.compile` raises, and
+    `CannopyError` for a model without weights.
+    """
+    if any(p.is_meta for p in loaded.model.parameters()):
+        raise CannopyError(
+            f"{loaded.name} has no weights (meta device): it compiles, but cannot run",
+            "cannopy compile, or --size tiny",
+        )
+    if loaded.case is None:
+        return _run_call(loaded, options, phases[0], progress)
+    return _run_generation(loaded, loaded.case, options, phases, steps, progress)
+
+
+def _run_generation(
+    loaded: LoadedModel,
+    case: GenerationCase,
+    options: Options,
+    phases: Sequence[Phase],
+    steps: int,
+    progress: Progress,
+) -> Trial:
+    settings = {
+        "phases": list(phases),
+        "target": options.target,
+        "dtype": str(next(case.model.parameters()).dtype).removeprefix("torch."),
+        "batch": case.batch,
+        "prompt_tokens": case.prefill_tokens,
+        "decode_steps": steps,
+        "max_cache_len": case.max_cache_len,
+        "seed": case.seed,
+    }
+    trial = Trial(loaded.name, settings, list(loaded.notes))
+    cache = case.new_cache()
+    forward: dict[Phase, Callable[..., Any]] = {}
+    for phase in phases:
+        call = case.prefill if phase == "prefill" else case.decode
+        args, kwargs = call(case.ids(phase), cache)
+        start = time.perf_counter()
+        with progress(f"compiling {phase}"):
+            compiled = cannopy.compile(case.model, loaded.method, args, kwargs, replace(options, phase=phase))
+        trial.seconds[f"compile_{phase}"] = time.perf_counter() - start
+        trial.reports[phase] = compiled.report
+        forward[phase] = compiled
+    with progress(f"running {case.prefill_tokens} prompt tokens and {steps} decode steps"):
+        ours = generation.generate(case, forward, cache, steps)
+    with progress("the same in eager bf16 and in float64, with the same picks"):
+        trial.parity, plain = generation.check(case, ours)
+    _note_times(trial, ours, "")
+    _note_times(trial, plain, "eager_")
+    _note_tokens(trial, case.batch, ours, plain)
+    return trial
+
+
+def _run_call(loaded: LoadedModel, options: Options, phase: Phase, progress: Progress) -> Trial:
+    settings = {"phases": [phase], "target": options.target, "method": loaded.method}
+    trial = Trial(loaded.name, settings, list(loaded.notes))
+    args, kwargs = loaded.make_inputs(phase)
+    start = time.perf_counter()
+    with progress(f"compiling {loaded.method}"):
+        compiled = cannopy.compile(loaded.model, loaded.method, args, kwargs, replace(options, phase=phase))
+    trial.seconds["compile"] = time.perf_counter() - start
+    trial.reports[phase] = compiled.report
+    with progress("running it, in eager mode and in float64 with the same picks"):
+        trial.parity, trial.seconds["call"], trial.seconds["eager_call"] = call_parity.check(
+            loaded.model, loaded.method, compiled, args, kwargs, phase
+        )
+    return trial
+
+
+def _note_times(trial: Trial, steps: Sequence[generation.Step], prefix: str) -> None:
+    trial.seconds[f"{prefix}prefill"] = steps[0].seconds
+    decode = [step.seconds for step in steps if step.phase == "decode"]
+    if decode:
+        trial.seconds[f"{prefix}decode_median"] = statistics.median(decode)
+
+
+def _note_tokens(trial: Trial, batch: int, ours: Sequence[generation.Step], plain: Sequence[generation.Step]) -> None:
+    chosen = torch.stack([_last_token(step, batch) for step in ours])
+    expected = torch.stack([_last_token(step, batch) for step in plain])
+    trial.tokens = cast("list[list[int]]", chosen.T.tolist())
+    trial.same_tokens = int((chosen == expected).sum())
+
+
+def _last_token(step: generation.Step, batch: int) -> torch.Tensor:
+    return step.logits.view(batch, -1, step.logits.shape[-1])[:, -1].argmax(-1)

@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cannopy.errors import CannopyError
-from cannopy.frontend.errors import FrontendError
 from cannopy.fusion_rules import catalog, dialect
 from cannopy.fusion_rules.engine.apply import Log, apply
 from cannopy.fusion_rules.engine.rule import Context, Rule
-from cannopy.fx_passes import counters, legalise, merge_slices, normalise
+from cannopy.fx_passes import legalise, normalise
 from cannopy.fx_passes.graph import Editor
 from cannopy.fx_passes.manager import Pass, PassManager, PassRecord
 from cannopy.fx_passes.program import Program
@@ -40,17 +39,17 @@ def passes(options: Options, log: Log) -> tuple[Pass, ...]:
     """The pipeline. Each fusion is a pass of its own, followed by normalisation of what it left."""
     steps = [_normalise("normalise", ensures=NORMAL), _rules("lift", catalog.LIFT, options, log, NORMAL, LIFTED),
              _normalise("normalise-lift")]
-    for rule in catalog.fusions():
-        if options.fusions.get(rule.name, True) is False:
-            continue
-        steps += [_rules(rule.name, (rule,), options, log, LIFTED), _normalise(f"normalise-{rule.name}")]
+    for name, rules in catalog.groups().items():
+        if options.fusions.get(name, True) is not False:
+            steps += [_rules(name, rules, options, log, LIFTED), _normalise(f"normalise-{name}")]
     steps += [
-        Pass("legalise", legalise.run, requires=LIFTED, ensures=LEGAL),
-        _normalise("normalise-legal"),
-        Pass("counters", counters.run, requires=LEGAL),
-        Pass("merge-slices", merge_slices.run, requires=LEGAL),
+        Pass("legalise", _legalise, requires=LIFTED, ensures=LEGAL),
     ]
     return tuple(steps)
+
+
+def _legalise(program: Program) -> int:
+    return legalise.run(program, dialect.references())
 
 
 def run(program: Program, options: Options) -> Compilation:
@@ -59,6 +58,7 @@ def run(program: Program, options: Options) -> Compilation:
     Raises `fx_passes.manager.PassError` when a pass is wrong (the program is then as before that pass) and
     `FusionRequiredError` when a fusion that the options require was not applied at all.
     """
+    options.check_fusions(catalog.groups())
     dialect.register_all()
     start = time.perf_counter()
     done = Compilation()
@@ -96,8 +96,6 @@ def _required(options: Options, log: Log) -> None:
         if wanted == "require" and not counts.get(name):
             reasons = [f"  {m.reason} ({m.source})" for m in log.misses if m.rule == name]
             text = "\n".join(dict.fromkeys(reasons)) or "  nothing in the graph comes near its pattern"
-            raise FusionRequiredError(f"fusion {name} is required and was not applied:\n{text}",
+            raise FusionRequiredError(f"fusion {name} is required and was not applied:\n{text}\n"
                                       f"drop {name}=require, or change the model as the reason says")
 
-
-__all__ = ["Compilation", "FrontendError", "FusionRequiredError", "passes", "run"]

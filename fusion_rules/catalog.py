@@ -7,18 +7,41 @@ from cannopy.fusion_rules.lift import attention as lift_attention
 from cannopy.fusion_rules.lift import rms_norm as lift_rms_norm
 from cannopy.fusion_rules.lift import rotary as lift_rotary
 from cannopy.fusion_rules.lower import add_rms_norm, rms_norm, rotary_mul
-from cannopy.fusion_rules.rewrite import mla_prolog, sparse_mla
+from cannopy.fusion_rules.rewrite import (
+    mla_prolog,
+    moe_experts,
+    moe_experts_batched,
+    moe_gating_top_k,
+    sparse_mla,
+    swiglu,
+)
 
 LIFT: tuple[Rule, ...] = (lift_rms_norm.RULE, *lift_rotary.RULES, lift_attention.RULE)
-"""ATen spellings to dialect ops; they never change what is computed by more than the order of two roundings."""
+"""ATen spellings to dialect ops."""
 
-REWRITE: tuple[Rule, ...] = (sparse_mla.RULE, mla_prolog.RULE)
-"""Composites to fused ops; the MLA prolog needs the sparse attention to read its caches."""
+REWRITE: tuple[Rule, ...] = (
+    sparse_mla.RULE,
+    mla_prolog.RULE,
+    *moe_gating_top_k.RULES,
+    *moe_experts.RULES,
+    *moe_experts_batched.RULES,
+    *swiglu.RULES,
+)
+"""Composites to fused ops. The MLA prolog needs the sparse attention to read its caches; the experts read the ids of
+the fused router, and their own gate and up products are theirs before `swiglu` looks for pairs of linears."""
 
 LOWER: tuple[Rule, ...] = (add_rms_norm.RULE, rms_norm.RULE, rotary_mul.RULE)
 """Dialect ops to single device ops; the residual form of the norm comes before the plain one."""
 
 
 def fusions() -> tuple[Rule, ...]:
-    """Every rule that ends in a device op, in the order in which they run."""
+    """Every rule that ends in a device op, in the order in which they run; variants share a name."""
     return (*REWRITE, *LOWER)
+
+
+def groups() -> dict[str, tuple[Rule, ...]]:
+    """The fusions by name, in the order in which they run."""
+    found: dict[str, tuple[Rule, ...]] = {}
+    for rule in fusions():
+        found[rule.name] = (*found.get(rule.name, ()), rule)
+    return found

@@ -93,6 +93,7 @@ class Editor:
         last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
         with self.graph.inserting_after(last):
             node = self.graph.placeholder(name)
+        node.target = node.name
         node.meta["val"] = value
         return node
 

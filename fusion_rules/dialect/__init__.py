@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from typing import Any
 
 MODULES = ("attention", "rms_norm", "rotary")
 
@@ -13,3 +15,8 @@ def register_all() -> None:
         module = importlib.import_module(f"{__name__}.{name}")
         if hasattr(module, "register"):
             module.register()
+
+
+def references() -> dict[str, Callable[..., Any]]:
+    """The plain ATen form of every operator, by its name."""
+    return {name: importlib.import_module(f"{__name__}.{name}").reference for name in MODULES}

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from cannopy.fx_passes.graph import Editor, where
+from cannopy.fx_passes.graph import Editor, is_call, where
 
 
 class InlineError(ValueError):
     """A function cannot be put in the place of a node."""
 
 
-def inline(editor: Editor, node: fx.Node, fn: Callable[..., Any]) -> fx.Node:
-    """Replace ``node`` by what ``fn`` does with the same arguments, traced to ATen; the node of the result.
+def inline(editor: Editor, node: fx.Node, fn: Callable[..., Any]) -> None:
+    """Replace ``node`` by what ``fn`` does with the same arguments, traced to ATen.
 
-    ``fn`` takes the node's arguments, calls ATen operations on tensors only and returns one tensor of the node's
-    shape and dtype. New nodes stand before ``node`` and have its provenance. Raises `InlineError`.
+    ``fn`` takes the node's arguments, calls ATen operations on tensors only and returns what the node does, in the
+    same shape and dtype. New nodes stand before ``node`` and have its provenance. Raises `InlineError`.
     """
     tensors = list(node.all_input_nodes)
     traced = _trace(editor, node, fn, tensors)
@@ -38,9 +39,20 @@ def inline(editor: Editor, node: fx.Node, fn: Callable[..., Any]) -> fx.Node:
                 values[inner] = editor.call(inner.target, *args, **kwargs)
             else:
                 raise InlineError(f"{node.target} at {where(node)}: its reference holds a tensor constant")
-    _check(node, result)
-    editor.replace(node, result)
-    return result  # type: ignore[no-any-return]
+    if isinstance(result, list | tuple):
+        _replace_items(editor, node, result)
+    else:
+        _check(node, node.meta["val"], result)
+        editor.replace(node, result)
+
+
+def _replace_items(editor: Editor, node: fx.Node, results: Sequence[Any]) -> None:
+    for user in list(node.users):
+        if not is_call(user, operator.getitem):
+            raise InlineError(f"{node.target} at {where(node)}: {user.name} uses all of its results at once")
+        index = cast(int, user.args[1])
+        _check(node, user.meta["val"], results[index])
+        editor.replace(user, results[index])
 
 
 def _trace(editor: Editor, node: fx.Node, fn: Callable[..., Any], tensors: list[fx.Node]) -> fx.GraphModule:
@@ -53,10 +65,10 @@ def _trace(editor: Editor, node: fx.Node, fn: Callable[..., Any], tensors: list[
         return make_fx(call)(*(t.meta["val"] for t in tensors))
 
 
-def _check(node: fx.Node, result: Any) -> None:
+def _check(node: fx.Node, want: torch.Tensor, result: Any) -> None:
     if not isinstance(result, fx.Node):
         raise InlineError(f"{node.target} at {where(node)}: its reference returned {result!r}, expected one tensor")
-    want, got = node.meta["val"], result.meta["val"]
+    got = result.meta["val"]
     if (want.shape, want.dtype) != (got.shape, got.dtype):
         raise InlineError(
             f"{node.target} at {where(node)}: expected {want.dtype}{list(want.shape)}, its reference gives "

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cannopy.fx_passes.graph import Editor
-from cannopy.fx_passes.legalise import dialect, empties, grouped_mm, histc, index_copy, index_put, sort
+from cannopy.fx_passes.legalise import dialect, empties, formulas, grouped_mm, histc, index_copy, index_put, sort
 from cannopy.fx_passes.legalise.error import LegaliseError
 from cannopy.fx_passes.normalise import cse, noops, views
 from cannopy.fx_passes.program import Program
 
 __all__ = ["LegaliseError", "run"]
 
-STEPS = (index_copy.run, index_put.run, histc.run, grouped_mm.run, sort.run, empties.run)
+STEPS = (index_copy.run, index_put.run, histc.run, grouped_mm.run, sort.run, formulas.run, empties.run)
 
 
 def run(program: Program, references: Mapping[str, Callable[..., Any]]) -> int:

@@ -27,9 +27,9 @@ def __getattr__(name: str) -> Any:
     """`compile` and `Compiled` on first use; `CannopyError` with the cure when torch cannot be imported."""
     if name not in _NEED_TORCH:
         raise AttributeError(f"module 'cannopy' has no attribute {name!r}")
-    from cannopy.environment import require_torch
+    from cannopy.environment import import_torch
 
-    require_torch()
+    import_torch()
     from cannopy import api
 
     value = getattr(api, name)

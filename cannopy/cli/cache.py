@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cannopy.cli.common import console, print_json
-from cannopy.environment import require_torch
+from cannopy.environment import import_torch
 
 if TYPE_CHECKING:
     from cannopy.backend.cache.store import Entry
@@ -65,7 +65,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out one `cannopy cache` verb. 1 when `verify` finds a bad entry or `show` finds none."""
-    require_torch()
+    import_torch()
     actions = {"ls": _list, "show": _show, "verify": _verify, "prune": _prune}
     return actions[args.cache_verb](args)
 

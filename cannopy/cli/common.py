@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cannopy.environment import require_torch
+from cannopy.environment import import_torch
 from cannopy.errors import CannopyError, unknown
 from cannopy.options import PHASES, TARGETS, FusionSwitch, Options
 
@@ -129,7 +129,7 @@ def options_of(args: argparse.Namespace, **more: Any) -> Options:
 
 def load_model(args: argparse.Namespace) -> LoadedModel:
     """The model and its inputs as the arguments say. Raises `NotReadyError` before anything imports torch."""
-    require_torch()
+    import_torch()
     from dataclasses import replace
 
     from cannopy.frontend import sources

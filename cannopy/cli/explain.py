@@ -33,9 +33,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Compile and print hits and misses; 0 also when nothing fused."""
     if args.rule:
-        from cannopy.environment import require_torch
+        from cannopy.environment import import_torch
 
-        require_torch()
+        import_torch()
         from cannopy.fusion_rules import catalog
 
         names = sorted({rule.name for rule in (*catalog.LIFT, *catalog.fusions())})

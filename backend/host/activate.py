@@ -20,12 +20,12 @@ def activate() -> None:
     NPU is present.
     """
     _refuse_on_device()
-    from cannopy.backend.host import kernels
-    from cannopy.backend.host.engine import HostGraph
     from torch_npu.dynamo import torchair as _lazy_torchair  # makes the plain name importable
 
+    from cannopy.backend.host import kernels
+    from cannopy.backend.host.engine import HostGraph
+
     _lazy_torchair.CompilerConfig  # noqa: B018 the import is lazy; this runs it
-    import torchair._ge_concrete_graph.fx2ge_converter  # binds initialize_graph_engine by name
     from torchair.core import _backend, _torchair
 
     if kernels.registered_product() is None:

@@ -159,7 +159,9 @@ FUSED: list[FusedCase] = [
         "RotaryMul", lambda x, c, s: npu.npu_rotary_mul(x, c, s), lambda: (_r(1, 3, 4, 64), *_angles(1, 3, 1, 64))
     ),
     FusedCase(
-        "InterleaveRope", lambda x, c, s: npu.npu_interleave_rope(x, c, s), lambda: (_r(2, 4, 3, 64), *_angles(2, 1, 3, 64))
+        "InterleaveRope",
+        lambda x, c, s: npu.npu_interleave_rope(x, c, s),
+        lambda: (_r(2, 4, 3, 64), *_angles(2, 1, 3, 64)),
     ),
     FusedCase(
         "TransposeBatchMatMul",
@@ -182,9 +184,7 @@ FUSED: list[FusedCase] = [
     FusedCase("LightningIndexer", _indexer, _indexer_inputs),
     FusedCase("SparseFlashAttention", _attention, _attention_inputs),
     FusedCase("MlaPrologV3", _prolog, _prolog_inputs, mutates=(9, 10)),
-    FusedCase(
-        "ScatterNdUpdate", _scatter, lambda: (_r(8, 16), torch.tensor([[5], [1]]), _r(2, 16)), mutates=(0,)
-    ),
+    FusedCase("ScatterNdUpdate", _scatter, lambda: (_r(8, 16), torch.tensor([[5], [1]]), _r(2, 16)), mutates=(0,)),
 ]
 
 

@@ -25,7 +25,8 @@ ORDER_ONLY = frozenset({"NoOp", "Cmo"})
 
 LAZY_VIEWS = frozenset({"Reshape", "Transpose"})
 """torchair does views late: it writes a view's shape over the note on the viewed op, then adds one of these ops
-where the view is used. So the noted shape of an op that feeds one is exact in its element count only."""
+where the view is used. So the noted shape of an op that feeds one is exact in its element count only. The same holds
+for an op that writes a view of a cache in place: its note can be of a view that nobody uses any more."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ class Input:
 
 @dataclass
 class Plan:
-    """What `build` makes of a graph. ``outputs`` are the slots of NetOutput's data inputs, ``initial`` the values at the
-    start of a run: constants and what depends on constants only."""
+    """What `build` makes of a graph. ``outputs`` are the slots of NetOutput's data inputs, ``initial`` the values at
+    the start of a run: constants and what depends on constants only."""
 
     steps: list[Step] = field(default_factory=list)
     inputs: list[Input] = field(default_factory=list)
@@ -146,7 +147,8 @@ class _Builder:
         slots = self._slots(op)
         noted = [proto.expected_output(d) for d in op.output_desc]
         expect: tuple[Expectation, ...] = tuple(
-            (shape, dtype, proto.Edge(op.name, i) not in self.viewed) for i, (shape, dtype) in enumerate(noted)
+            (shape, dtype, op.type not in REF_OUTPUTS and proto.Edge(op.name, i) not in self.viewed)
+            for i, (shape, dtype) in enumerate(noted)
         )
         view = Op(
             type=op.type,
@@ -163,7 +165,9 @@ class _Builder:
         outs = tuple(self._new_slot(op.name, i) for i in range(max(1, len(op.output_desc))))
         foldable = all(s < 0 or s in self.known for s in slots) and op.type not in REF_OUTPUTS
         if foldable:
-            for slot, value in zip(outs, run_kernel(view, kernel, slots, self.plan.initial, expect), strict=False):
+            for slot, value in zip(
+                outs, run_kernel(view, kernel, slots, [*self.plan.initial, None], expect), strict=False
+            ):
                 if value is not None:
                     self._know(slot, value)
             return
@@ -206,26 +210,25 @@ def run_kernel(
     values: Sequence[Tensor | None],
     expect: Sequence[Expectation],
 ) -> Sequence[Tensor | None]:
-    """The outputs of one op, checked against what the graph declares. OpError names the op on any failure."""
-    args = [values[s] if s >= 0 else None for s in slots]
+    """The outputs of one op, checked against what the graph declares. OpError names the op on any failure.
+
+    The last of ``values`` is None, so that slot -1 is an input that is not fed.
+    """
+    args = [values[s] for s in slots]
     try:
         result = kernel(*args)
     except OpError:
         raise
     except Exception as e:  # whatever the kernel raises gets the op's name
         raise op.error(f"{type(e).__name__}: {e} (inputs: {describe(op, args)})") from e
-    outputs: Sequence[Tensor | None]
-    if isinstance(result, torch.Tensor):
-        outputs = (result,)
-    else:
-        outputs = () if result is None else result
-    for i, ((shape, dtype, exact), value) in enumerate(zip(expect, outputs, strict=False)):
-        if value is None:
+    outputs: Sequence[Tensor | None] = (result,) if isinstance(result, torch.Tensor) else result or ()
+    for index, ((shape, dtype, exact), value) in enumerate(zip(expect, outputs, strict=False)):
+        if value is None or (value.dtype is dtype and value.shape == shape):
             continue
         same = shape is None or value.shape == shape or (not exact and value.numel() == math.prod(shape))
         if not same or (dtype is not None and value.dtype != dtype):
             raise op.error(
-                f"output {i} is {value.dtype} {list(value.shape)}, the graph declares {dtype} "
+                f"output {index} is {value.dtype} {list(value.shape)}, the graph declares {dtype} "
                 f"{'a symbolic shape' if shape is None else list(shape)}"
             )
     return outputs

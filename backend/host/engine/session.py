@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 
+from cannopy.backend.host import target
 from cannopy.backend.host.engine import summary as inspection
 from cannopy.backend.host.engine.plan import Plan, build, run_kernel
 from cannopy.backend.host.ge_ops.op import OpError
@@ -24,8 +25,8 @@ _loaded: list[weakref.ref[HostGraph]] = []
 class HostGraph:
     """Stands for ``torchair.core._backend.TorchNpuGraph``: runs a lowered GE graph on the CPU.
 
-    ``aliases`` maps graph output to graph input for the outputs that torchair assigned to a caller's tensor; it is
-    known from the first run on.
+    Known from the first run on: ``aliases``, graph output to graph input for the outputs that torchair assigned to a
+    caller's tensor, and ``noop_casts``, the names of the Casts to the dtype that their input has.
     """
 
     is_host_engine = True
@@ -35,13 +36,16 @@ class HostGraph:
         self.ge_graph: Any = None
         self.options: dict[str, str] = {}
         self.aliases: dict[int, int] = {}
+        self.noop_casts: frozenset[str] | None = None
         self._plan: Plan | None = None
+        self._target: target.Target | None = None
 
     def load(self, ge_graph: Any, options: Mapping[str, str] | None = None) -> None:
         """Take the lowered graph; it is planned at once, so that an unknown GE type is an error here."""
         self.ge_graph = getattr(ge_graph, "_proto", ge_graph)
         self.options = dict(options or {})
         self._plan = build(self.ge_graph)
+        self._target = target.current()
         _loaded.append(weakref.ref(self))
 
     def compile(self) -> None:
@@ -59,9 +63,11 @@ class HostGraph:
         returned. Other outputs share memory with nothing."""
         if self._plan is None:
             raise OpError(f"graph {self.name!r}: run() before load()")
-        with torch.no_grad():
-            produced = _execute(self._plan, inputs)
-            if assigned_outputs and not self.aliases:
+        with torch.no_grad(), target.using(self._target) if self._target else nullcontext():
+            noop_casts: set[str] | None = set() if self.noop_casts is None else None
+            produced = _execute(self._plan, inputs, noop_casts)
+            if noop_casts is not None:
+                self.noop_casts = frozenset(noop_casts)
                 self.aliases = _alias_map(inputs, assigned_outputs)
             return _deliver(produced, inputs, assigned_outputs, self._plan)
 
@@ -69,7 +75,7 @@ class HostGraph:
         """Ops, kernels and copies of the loaded graph."""
         if self.ge_graph is None:
             raise OpError(f"graph {self.name!r}: summary() before load()")
-        return inspection.summary(self.ge_graph, self.aliases)
+        return inspection.summary(self.ge_graph, self.aliases, self.noop_casts or frozenset())
 
 
 def recorded() -> list[HostGraph]:
@@ -89,20 +95,18 @@ def profiling() -> Iterator[dict[str, float]]:
         _profile.reset(token)
 
 
-def _execute(plan: Plan, inputs: Sequence[Tensor]) -> list[Tensor]:
-    values = list(plan.initial)
-    for expected in plan.inputs:
-        value = inputs[expected.index]
-        if (expected.shape is not None and value.shape != expected.shape) or value.dtype != expected.dtype:
-            raise OpError(
-                f"graph input {expected.index} ({expected.name}) is {value.dtype} {list(value.shape)}, "
-                f"the graph declares {expected.dtype} {expected.shape}"
-            )
-        values[expected.slot] = value
+def _execute(plan: Plan, inputs: Sequence[Tensor], noop_casts: set[str] | None) -> list[Tensor]:
+    """The values of NetOutput's inputs. Names of Casts without effect are added to ``noop_casts`` unless None."""
+    values = [*plan.initial, None]
+    _feed(plan, inputs, values)
     seconds = _profile.get()
     for step in plan.steps:
         begin = time.perf_counter() if seconds is not None else 0.0
         outputs = run_kernel(step.op, step.kernel, step.slots, values, step.expect)
+        if noop_casts is not None and step.op.type == "Cast":
+            source, result = values[step.slots[0]], outputs[0]
+            if source is not None and result is not None and source.dtype == result.dtype:
+                noop_casts.add(step.op.name)
         for slot, value in zip(step.outs, outputs, strict=False):
             values[slot] = value
         for slot in step.free:
@@ -111,11 +115,22 @@ def _execute(plan: Plan, inputs: Sequence[Tensor]) -> list[Tensor]:
             seconds[step.op.type] = seconds.get(step.op.type, 0.0) + time.perf_counter() - begin
     produced: list[Tensor] = []
     for i, slot in enumerate(plan.outputs):
-        value = values[slot] if slot >= 0 else None
-        if value is None:
+        last = values[slot]
+        if last is None:
             raise OpError(f"NetOutput: nothing computed its input {i}")
-        produced.append(value)
+        produced.append(last)
     return produced
+
+
+def _feed(plan: Plan, inputs: Sequence[Tensor], values: list[Tensor | None]) -> None:
+    for expected in plan.inputs:
+        value = inputs[expected.index]
+        if (expected.shape is not None and value.shape != expected.shape) or value.dtype != expected.dtype:
+            raise OpError(
+                f"graph input {expected.index} ({expected.name}) is {value.dtype} {list(value.shape)}, "
+                f"the graph declares {expected.dtype} {expected.shape}"
+            )
+        values[expected.slot] = value
 
 
 def _alias_map(inputs: Sequence[Tensor], assigned: Sequence[Tensor | None]) -> dict[int, int]:
@@ -138,16 +153,16 @@ def _deliver(
     taken = {_memory(t) for t in inputs} | {_memory(t) for t in plan.initial if t is not None}
     results: list[Tensor] = []
     writes: list[tuple[Tensor, Tensor]] = []
-    for value, target in zip(produced, targets, strict=True):
-        if target is not None:
-            if not _in_place(value, target):
-                writes.append((target, value.clone() if _memory(value) in taken else value))
-            results.append(target)
+    for value, destination in zip(produced, targets, strict=True):
+        if destination is not None:
+            if not _in_place(value, destination):
+                writes.append((destination, value.clone() if _memory(value) in taken else value))
+            results.append(destination)
             continue
         if _memory(value) in taken or not value.is_contiguous():
             value = value.clone(memory_format=torch.contiguous_format)
         taken.add(_memory(value))
         results.append(value)
-    for target, value in writes:
-        target.copy_(value.reshape(target.shape))
+    for destination, value in writes:
+        destination.copy_(value.reshape(destination.shape))
     return results

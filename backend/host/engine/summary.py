@@ -28,7 +28,9 @@ METADATA = frozenset(
 )
 """Ops that rename memory; GE launches nothing for them."""
 
-NOT_KERNELS = METADATA | {"Data", "RefData", "Const", "Constant", "ConstPlaceHolder", "NetOutput", "Cmo"}
+GRAPH_INPUTS = frozenset({"Data", "RefData"})
+
+NOT_KERNELS = METADATA | GRAPH_INPUTS | {"Const", "Constant", "ConstPlaceHolder", "NetOutput", "Cmo"}
 
 COPIES = frozenset(
     {
@@ -50,8 +52,9 @@ LARGE_BYTES = 1 << 20
 @dataclass(frozen=True)
 class Summary:
     """``ge_ops``: ops by type. ``kernels``: device kernels by type, that is without inputs, constants, metadata ops,
-    prefetches and whatever depends on constants only (GE folds it). ``cache_copies``: ops that copy a whole graph
-    input which the graph mutates or which has at least 1 MiB; ``copied`` says which (op name, input name)."""
+    prefetches, Casts without effect and whatever depends on constants only (GE folds it). ``cache_copies``: ops that
+    write a whole copy of a graph input which the graph writes (itself or a copy of it) or which has at least 1 MiB;
+    ``copied`` says which (op name, input name)."""
 
     ge_ops: dict[str, int]
     kernels: dict[str, int]
@@ -59,16 +62,19 @@ class Summary:
     copied: tuple[tuple[str, str], ...]
 
 
-def summary(ge_graph: Any, aliases: Mapping[int, int] | None = None) -> Summary:
+def summary(
+    ge_graph: Any, aliases: Mapping[int, int] | None = None, noop_casts: frozenset[str] = frozenset()
+) -> Summary:
     """Count what is in a GE graph (torchair's GraphDef or GeGraph).
 
-    ``aliases`` maps graph output to the graph input that it overwrites, which the graph itself does not say;
-    `HostGraph.summary` passes what it saw in its first run.
+    ``aliases`` maps graph output to the graph input that it overwrites, ``noop_casts`` are the names of Casts to the
+    dtype that their input has, which torchair adds after many products and GE's CastRemovePass takes out. The graph
+    itself says neither; `HostGraph.summary` passes what it saw in its first run.
     """
     ops = list(ge_graph.op)
-    constant = _constants(ops)
-    kernels = Counter(op.type for op in ops if op.type not in NOT_KERNELS and op.name not in constant)
-    copied = _copied(ops, set((aliases or {}).values()))
+    left_out = _constants(ops) | noop_casts
+    kernels = Counter(op.type for op in ops if op.type not in NOT_KERNELS and op.name not in left_out)
+    copied = _copied(ops, aliases or {})
     return Summary(
         ge_ops=dict(sorted(Counter(op.type for op in ops).items())),
         kernels=dict(sorted(kernels.items())),
@@ -77,9 +83,8 @@ def summary(ge_graph: Any, aliases: Mapping[int, int] | None = None) -> Summary:
     )
 
 
-def _sources(op: Any) -> list[str]:
-    data, _ = proto.edges(op)
-    return [e.source for e in data if e is not None]
+def _inputs(op: Any) -> list[proto.Edge]:
+    return [e for e in proto.edges(op)[0] if e is not None]
 
 
 def _constants(ops: list[Any]) -> set[str]:
@@ -90,38 +95,64 @@ def _constants(ops: list[Any]) -> set[str]:
     def is_constant(name: str) -> bool:
         if name not in known:
             op = by_name[name]
-            known[name] = op.type not in {"Data", "RefData", "NetOutput"} and all(map(is_constant, _sources(op)))
+            known[name] = op.type not in GRAPH_INPUTS | {"NetOutput"} and all(
+                is_constant(e.source) for e in _inputs(op)
+            )
         return known[name]
 
     return {op.name for op in ops if is_constant(op.name)}
 
 
-def _copied(ops: list[Any], overwritten: set[int]) -> tuple[tuple[str, str], ...]:
-    by_name = {op.name: op for op in ops}
+class _Origins:
+    """Which graph input the value on an edge is, or is a copy of."""
 
-    def graph_input(name: str) -> Any | None:
-        op = by_name[name]
-        while op.type in METADATA and _sources(op):
-            op = by_name[_sources(op)[0]]
-        return op if op.type in {"Data", "RefData"} else None
+    def __init__(self, ops: list[Any]) -> None:
+        self.by_name = {op.name: op for op in ops}
 
-    mutated = {op.name for op in ops if op.type in {"Data", "RefData"} and int(op.attr["index"].i) in overwritten}
+    def op_of(self, edge: proto.Edge) -> Any:
+        """The op that computes the value, behind ops that only rename memory."""
+        op = self.by_name[edge.source]
+        while op.type in METADATA and (inputs := _inputs(op)):
+            op = self.by_name[inputs[0].source]
+        return op
+
+    def graph_input(self, edge: proto.Edge, through: frozenset[str] = frozenset()) -> Any | None:
+        """The Data op behind metadata ops, ops that write it in place, and ops of the types ``through``."""
+        op = self.by_name[edge.source]
+        if op.type in GRAPH_INPUTS:
+            return op
+        position = REF_OUTPUTS.get(op.type, {}).get(edge.index)
+        inputs = proto.edges(op)[0]
+        behind = inputs[position] if position is not None else None
+        if op.type in METADATA | through and inputs:
+            behind = inputs[0]
+        return None if behind is None else self.graph_input(behind, through)
+
+
+def _copied(ops: list[Any], aliases: Mapping[int, int]) -> tuple[tuple[str, str], ...]:
+    origins = _Origins(ops)
+    data = {int(op.attr["index"].i): op for op in ops if op.type in GRAPH_INPUTS}
+    mutated = {data[i].name for i in aliases.values() if i in data}
     for op in ops:
-        sources = proto.edges(op)[0]
         for position in REF_OUTPUTS.get(op.type, {}).values():
-            edge = sources[position]
-            written = graph_input(edge.source) if edge is not None else None
+            edge = proto.edges(op)[0][position]
+            written = origins.graph_input(edge, frozenset({"TensorMove"})) if edge is not None else None
             if written is not None:
                 mutated.add(written.name)
-    found: list[tuple[str, str]] = []
+    found: dict[str, str] = {}
     for op in ops:
         if op.type not in COPIES:
             continue
-        inputs = [d for d in (graph_input(s) for s in _sources(op)) if d is not None]
-        hit = next((d for d in inputs if d.name in mutated or _bytes(d) >= LARGE_BYTES), None)
+        inputs = [origins.graph_input(e, frozenset({"TensorMove"})) for e in _inputs(op)]
+        hit = next((d for d in inputs if d is not None and (d.name in mutated or _bytes(d) >= LARGE_BYTES)), None)
         if hit is not None:
-            found.append((op.name, hit.name))
-    return tuple(found)
+            found[op.name] = hit.name
+    results = next((_inputs(op) for op in ops if op.type == "NetOutput"), [])
+    for output, index in aliases.items():
+        producer = origins.op_of(results[output])
+        if producer.type in COPIES and index in data:
+            found.setdefault(producer.name, data[index].name)
+    return tuple(found.items())
 
 
 def _bytes(data: Any) -> int:

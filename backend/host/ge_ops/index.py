@@ -8,7 +8,7 @@ from cannopy.backend.host.ge_ops.op import Builder, Kernel, Op, Tensor, host_int
 
 
 def strided_slice(op: Op) -> Kernel:
-    """StridedSlice and StridedSliceV2: x[begin:end:stride] on ``axes`` (the first ones if not given).
+    """x[begin:end:stride] on ``axes`` (the first ones if not given).
 
     Masks: bit i of begin_mask or end_mask opens that end, of shrink_axis_mask takes the one position ``begin`` and
     drops the axis; ellipsis and new axes are refused. Bounds clamp as in Python, strides are positive.
@@ -119,6 +119,5 @@ OPS: dict[str, Builder] = {
     "IndexByTensor": index_by_tensor,
     "OneHot": one_hot,
     "Slice": slice_,
-    "StridedSlice": strided_slice,
     "StridedSliceV2": strided_slice,
 }

@@ -43,20 +43,6 @@ def _declared(op: Op, output: int, value: Tensor) -> Tensor:
     return value if dtype is None else value.to(dtype)
 
 
-def layer_norm(op: Op) -> Kernel:
-    """LayerNorm (y, mean, variance) and LayerNormV3 (y, mean, rstd) from axis ``begin_norm_axis`` on."""
-    epsilon, begin = op.float("epsilon", 1e-5), op.int("begin_norm_axis", 0)
-    variance = op.type == "LayerNorm"
-
-    def kernel(x: Tensor, gamma: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        sizes = list(x.shape[begin % x.dim() :])
-        y, mean, rstd = torch.native_layer_norm(x, sizes, gamma.reshape(sizes), beta.reshape(sizes), epsilon)
-        third = 1 / rstd.square() - epsilon if variance else rstd
-        return y, _declared(op, 1, mean), _declared(op, 2, third)
-
-    return kernel
-
-
 def glu(op: Op) -> Kernel:
     """First half times sigmoid of the second along ``dim``."""
     dim = op.int("dim", -1)
@@ -65,8 +51,6 @@ def glu(op: Op) -> Kernel:
 
 OPS: dict[str, Builder] = {
     "GLU": glu,
-    "LayerNorm": layer_norm,
-    "LayerNormV3": layer_norm,
     "LayerNormV4": layer_norm_v4,
     "LogSoftmaxV2": log_softmax,
     "SoftmaxV2": softmax,

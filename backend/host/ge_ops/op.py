@@ -36,6 +36,7 @@ class Op:
     consts: Mapping[int, Tensor] = field(default_factory=dict)
     out_dtypes: tuple[torch.dtype | None, ...] = ()
     origin: str = ""
+    _integers: dict[int, list[int]] = field(default_factory=dict, repr=False)
 
     def where(self) -> str:
         """``type 'name'`` and the FX node, for messages."""
@@ -87,7 +88,13 @@ class Op:
 
 def host_ints(op: Op, position: int, value: Tensor | None = None) -> list[int]:
     """The integers of input ``position``: those known at compile time, else of ``value`` (host shapes, axes)."""
+    known = op._integers.get(position)
+    if known is not None:
+        return known
     t = op.consts.get(position, value)
     if t is None:
         raise op.error(f"input {position} ({op.inputs[position]}) has to be given")
-    return [int(i) for i in t.reshape(-1).tolist()]
+    integers = [int(i) for i in t.reshape(-1).tolist()]
+    if position in op.consts:
+        op._integers[position] = integers
+    return integers

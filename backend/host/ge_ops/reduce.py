@@ -30,22 +30,31 @@ def _sum(x: Tensor, axes: list[int], keep: bool) -> Tensor:
 def over_axes(fn: Callable[[Tensor, list[int], bool], Tensor]) -> Builder:
     """A reduction with axes as second input (``axes``) or attribute, and ``keep_dims``.
 
-    Empty axes leave x as it is, as in GE (``noop_with_empty_axes``).
+    Without axes x stays as it is if the op says ``noop_with_empty_axes``; OpError if it does not.
     """
 
     def build(op: Op) -> Kernel:
-        keep = op.bool("keep_dims", False)
+        keep, noop = op.bool("keep_dims", False), op.bool("noop_with_empty_axes", False)
+
+        def reduced(x: Tensor, axes: list[int]) -> Tensor:
+            if axes:
+                return fn(x, axes, keep)
+            if not noop:
+                raise op.error("no axes are given and noop_with_empty_axes is not set")
+            return x
+
         if len(op.inputs) == 1:
             fixed = op.ints("axes")
-            return lambda x: fn(x, fixed, keep) if fixed else x
-
-        def kernel(x: Tensor, axes: Tensor) -> Tensor:
-            where = host_ints(op, 1, axes)
-            return fn(x, where, keep) if where else x
-
-        return kernel
+            return lambda x: reduced(x, fixed)
+        return lambda x, axes: reduced(x, host_ints(op, 1, axes))
 
     return build
+
+
+def mean_with_cast(op: Op) -> Kernel:
+    """Mean over the axes in input 1, converted to ``dtype`` first."""
+    keep, dtype = op.bool("keep_dims", False), op.dtype("dtype")
+    return lambda x, axes: torch.mean(x, host_ints(op, 1, axes), keepdim=keep, dtype=dtype)
 
 
 def std_with_mean(op: Op) -> Kernel:
@@ -120,9 +129,9 @@ def cumsum(op: Op) -> Kernel:
 def search_sorted(op: Op) -> Kernel:
     """Insertion points of ``values`` into ``sorted_sequence``."""
     right, dtype = op.bool("right", False), op.dtype("dtype")
-    return lambda sequence, values, sorter=None: torch.searchsorted(
-        sequence, values, right=right, sorter=sorter
-    ).to(dtype)
+    return lambda sequence, values, sorter=None: torch.searchsorted(sequence, values, right=right, sorter=sorter).to(
+        dtype
+    )
 
 
 _AXES: dict[str, Callable[[Tensor, list[int], bool], Tensor]] = {
@@ -145,6 +154,7 @@ OPS: dict[str, Builder] = {
     "ArgMinWithValue": arg_with_value(largest=False),
     "Cumsum": cumsum,
     "LpNormV2": lp_norm,
+    "ReduceMeanWithCast": mean_with_cast,
     "ReduceStdWithMean": std_with_mean,
     "SearchSorted": search_sorted,
     "Sort": sort,

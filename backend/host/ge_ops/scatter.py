@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from cannopy.backend.host.ge_ops.op import Builder, Kernel, Op, Tensor, host_ints
+from cannopy.backend.host.ge_ops.op import Builder, Kernel, Op, Tensor
 
 REF_OUTPUTS: dict[str, dict[int, int]] = {
     "Assign": {0: 0},
     "InplaceIndexAdd": {0: 0},
-    "IndexPutV2": {0: 0},
     "InplaceUpdate": {0: 0},
     "Scatter": {0: 0},
-    "ScatterNdAdd": {0: 0},
     "ScatterNdUpdate": {0: 0},
-    "ScatterUpdate": {0: 0},
 }
 """Output -> input that it is the memory of."""
 
@@ -32,9 +29,7 @@ def scatter_elements(op: Op) -> Kernel:
     if reduction == "add":
         return lambda data, indices, updates: torch.scatter_add(data, axis, indices.to(torch.int64), updates)
     if reduction == "mul":
-        return lambda data, indices, updates: torch.scatter_reduce(
-            data, axis, indices.to(torch.int64), updates, "prod"
-        )
+        return lambda data, indices, updates: torch.scatter_reduce(data, axis, indices.to(torch.int64), updates, "prod")
     raise op.error(f"reduction is {reduction!r}, expected none, add or mul")
 
 
@@ -46,12 +41,12 @@ def _places(op: Op, var: Tensor, indices: Tensor) -> tuple[Tensor, ...]:
     return places
 
 
-def scatter_nd(op: Op, *, in_place: bool, accumulate: bool) -> Kernel:
-    """var[indices[…, 0], …] = (or +=) updates. OpError for an index outside var, negative ones included."""
+def scatter_nd(op: Op, *, in_place: bool) -> Kernel:
+    """var[indices[…, 0], …] = updates. OpError for an index outside var, negative ones included."""
 
     def kernel(var: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
         target = var if in_place else var.clone()
-        return target.index_put_(_places(op, target, indices), updates, accumulate=accumulate)
+        return target.index_put_(_places(op, target, indices), updates)
 
     return kernel
 
@@ -74,8 +69,8 @@ def scatter(op: Op) -> Kernel:
     return kernel
 
 
-def scatter_rows(op: Op) -> Kernel:
-    """var[indices] = updates along axis 0 (ScatterUpdate, InplaceUpdate)."""
+def inplace_update(op: Op) -> Kernel:
+    """var[indices] = updates along axis 0."""
     return lambda var, indices, updates: var.index_copy_(0, indices.reshape(-1).to(torch.int64), updates)
 
 
@@ -90,34 +85,12 @@ def index_add(op: Op) -> Kernel:
     return kernel
 
 
-def index_put(op: Op) -> Kernel:
-    """x[indices] = (or +=) value; ``indexed_sizes`` has a 1 for each axis that is indexed, 0 for the others."""
-    accumulate, parts = op.bool("accumulate", False), op.span("indices")
-
-    def kernel(*args: Tensor) -> Tensor:
-        mask = host_ints(op, 2, args[2])
-        rest = iter(args[parts])
-        places = tuple(next(rest) if m else slice(None) for m in mask)
-        x, value = args[0], args[1]
-        if accumulate:
-            where = [p if isinstance(p, Tensor) else None for p in places]
-            return torch.ops.aten.index_put_(x, where, value, True)  # type: ignore[no-any-return]
-        x[places] = value
-        return x
-
-    return kernel
-
-
 OPS: dict[str, Builder] = {
     "Assign": assign,
-    "IndexPutV2": index_put,
     "InplaceIndexAdd": index_add,
-    "InplaceUpdate": scatter_rows,
+    "InplaceUpdate": inplace_update,
     "Scatter": scatter,
     "ScatterElements": scatter_elements,
-    "ScatterNdAdd": lambda op: scatter_nd(op, in_place=True, accumulate=True),
-    "ScatterNdUpdate": lambda op: scatter_nd(op, in_place=True, accumulate=False),
-    "ScatterUpdate": scatter_rows,
-    "TensorScatterAdd": lambda op: scatter_nd(op, in_place=False, accumulate=True),
-    "TensorScatterUpdate": lambda op: scatter_nd(op, in_place=False, accumulate=False),
+    "ScatterNdUpdate": lambda op: scatter_nd(op, in_place=True),
+    "TensorScatterUpdate": lambda op: scatter_nd(op, in_place=False),
 }

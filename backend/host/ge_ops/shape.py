@@ -105,24 +105,22 @@ def unpack(op: Op) -> Kernel:
 
 
 def split(op: Op) -> Kernel:
-    """``num_split`` equal parts along ``split_dim`` (Split: inputs (split_dim, x); SplitD: attribute)."""
-    at, x_at, parts = op.at("split_dim"), op.at("x"), op.int("num_split", 1)
+    """``num_split`` equal parts along attribute ``split_dim``."""
+    dim, parts = op.int("split_dim", 0), op.int("num_split", 1)
 
-    def kernel(*args: Tensor) -> Sequence[Tensor]:
-        dim = op.int("split_dim", 0) if at is None else host_ints(op, at, args[at])[0]
-        return torch.chunk(args[x_at or 0], parts, dim)
+    def kernel(x: Tensor) -> Sequence[Tensor]:
+        if x.shape[dim] % parts:
+            raise op.error(f"axis {dim} of {list(x.shape)} has no {parts} equal parts")
+        return torch.split(x, x.shape[dim] // parts, dim)
 
     return kernel
 
 
 def split_v(op: Op) -> Kernel:
-    """Parts of ``size_splits`` (one may be -1) along ``split_dim``, both inputs or both attributes."""
-    sizes_at, dim_at = op.at("size_splits"), op.at("split_dim")
+    """Parts of ``size_splits`` (input 1, one may be -1) along ``split_dim`` (input 2)."""
 
-    def kernel(*args: Tensor) -> Sequence[Tensor]:
-        x = args[0]
-        sizes = op.ints("size_splits") if sizes_at is None else host_ints(op, sizes_at, args[sizes_at])
-        dim = op.int("split_dim", 0) if dim_at is None else host_ints(op, dim_at, args[dim_at])[0]
+    def kernel(x: Tensor, size_splits: Tensor, split_dim: Tensor) -> Sequence[Tensor]:
+        sizes, dim = host_ints(op, 1, size_splits), host_ints(op, 2, split_dim)[0]
         rest = x.shape[dim] - sum(s for s in sizes if s >= 0)
         return torch.split(x, [rest if s < 0 else s for s in sizes], dim)
 
@@ -144,6 +142,30 @@ def fill(op: Op) -> Kernel:
 
     def kernel(dims: Tensor, value: Tensor) -> Tensor:
         return value.reshape(()).expand(host_ints(op, 0, dims)).contiguous()
+
+    return kernel
+
+
+def empty(op: Op) -> Kernel:
+    """Memory that nothing has written; NaN (or the least integer) on the host, so that reading it shows."""
+    dtype = op.dtype("dtype")
+    if op.bool("init", False):
+        return lambda dims: torch.zeros(host_ints(op, 0, dims), dtype=dtype)
+    unset: float | int = 0
+    if dtype.is_floating_point:
+        unset = float("nan")
+    elif dtype is not torch.bool:
+        unset = torch.iinfo(dtype).min
+    return lambda dims: torch.full(host_ints(op, 0, dims), unset, dtype=dtype)
+
+
+def as_strided(op: Op) -> Kernel:
+    """A view of x's memory by size, stride and offset (inputs 1, 2, 3); x is contiguous on a device."""
+
+    def kernel(x: Tensor, size: Tensor, stride: Tensor, storage_offset: Tensor | None = None) -> Tensor:
+        start = 0 if storage_offset is None else host_ints(op, 3, storage_offset)[0]
+        dense = x.contiguous()
+        return dense.as_strided(host_ints(op, 1, size), host_ints(op, 2, stride), dense.storage_offset() + start)
 
     return kernel
 
@@ -194,12 +216,12 @@ def triangle(lower: bool) -> Builder:
 
 
 OPS: dict[str, Builder] = {
+    "AsStrided": as_strided,
     "Bitcast": bitcast,
     "BroadcastTo": broadcast_to,
-    "Concat": concat,
-    "ConcatD": concat,
     "ConcatV2": concat,
     "ConcatV2D": concat,
+    "Empty": empty,
     "Expand": broadcast_to,
     "ExpandDims": expand_dims,
     "Fill": fill,
@@ -210,10 +232,8 @@ OPS: dict[str, Builder] = {
     "Reshape": reshape,
     "ReverseV2": reverse,
     "Shape": shape,
-    "Split": split,
     "SplitD": split,
     "SplitV": split_v,
-    "SplitVD": split_v,
     "Squeeze": squeeze,
     "TensorMove": tensor_move,
     "Tile": tile,

@@ -18,7 +18,20 @@ from cannopy.backend.host.ge_ops import (
 )
 from cannopy.backend.host.ge_ops.op import Builder
 
-_FAMILIES = (unary, binary, reduce, shape, index, scatter, matmul, norm, fused_norm, fused_simple, fused_moe, fused_attention)
+_FAMILIES = (
+    unary,
+    binary,
+    reduce,
+    shape,
+    index,
+    scatter,
+    matmul,
+    norm,
+    fused_norm,
+    fused_simple,
+    fused_moe,
+    fused_attention,
+)
 
 
 def _merged() -> dict[str, Builder]:

@@ -68,6 +68,25 @@ def leaky_relu(op: Op) -> Kernel:
     return lambda x: functional.leaky_relu(x, slope)
 
 
+def elu(op: Op) -> Kernel:
+    """y = scale * x where x > 0, else scale * alpha * (exp(input_scale * x) - 1)."""
+    alpha, scale, input_scale = op.float("alpha", 1.0), op.float("scale", 1.0), op.float("input_scale", 1.0)
+
+    def kernel(x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.aten.elu(x, alpha, scale, input_scale)
+        return y
+
+    return kernel
+
+
+def hard_sigmoid(op: Op) -> Kernel:
+    """y = min(max(alpha * x + beta, 0), 1); only ATen's alpha 1/6 and beta 1/2."""
+    alpha, beta = op.float("alpha", 1 / 6), op.float("beta", 0.5)
+    if abs(alpha - 1 / 6) > 1e-7 or beta != 0.5:
+        raise op.error(f"alpha {alpha} and beta {beta} are not known to the host engine, only 1/6 and 1/2")
+    return functional.hardsigmoid
+
+
 def scalar(fn: Callable[[Tensor, float], Tensor]) -> Builder:
     """A type with a number in attribute ``value``: y = fn(x, value)."""
 
@@ -96,45 +115,38 @@ OPS: dict[str, Builder] = {
             "Cos": torch.cos,
             "Cosh": torch.cosh,
             "Erf": torch.erf,
-            "Erfc": torch.erfc,
             "Expm1": torch.expm1,
             "Floor": torch.floor,
-            "Inv": torch.reciprocal,
+            "HardSwish": functional.hardswish,
             "Invert": torch.bitwise_not,
-            "IsFinite": torch.isfinite,
             "IsInf": torch.isinf,
-            "IsNan": torch.isnan,
             "Log1p": torch.log1p,
+            "LogSigmoid": functional.logsigmoid,
             "LogicalNot": torch.logical_not,
-            "BitwiseNot": torch.bitwise_not,
             "Neg": torch.neg,
             "Reciprocal": torch.reciprocal,
             "Relu": torch.relu,
-            "Rint": torch.round,
             "Round": torch.round,
             "Rsqrt": torch.rsqrt,
             "Sigmoid": torch.sigmoid,
             "Sign": torch.sign,
-            "Silu": functional.silu,
             "Sin": torch.sin,
             "Sinh": torch.sinh,
-            "Softplus": functional.softplus,
             "Sqrt": torch.sqrt,
             "Square": torch.square,
             "Tan": torch.tan,
             "Tanh": torch.tanh,
-            "Trunc": torch.trunc,
             "ZerosLike": torch.zeros_like,
             "OnesLike": torch.ones_like,
         }.items()
     },
-    "Adds": scalar(torch.add),
     "Cast": cast,
+    "Elu": elu,
     "Exp": exp,
     "FastGelu": fast_gelu,
-    "FastGeluV2": fast_gelu,
     "Gelu": gelu,
     "GeluV2": gelu_v2,
+    "HardSigmoid": hard_sigmoid,
     "LeakyRelu": leaky_relu,
     "Log": log,
     "Muls": scalar(torch.mul),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from cannopy.environment import import_torch
 from cannopy.errors import CannopyError, unknown
-from cannopy.options import PHASES, TARGETS, FusionSwitch, Options
+from cannopy.options import PHASES, TARGETS, FusionSwitch, Options, Phase
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -134,7 +134,7 @@ def load_model(args: argparse.Namespace) -> LoadedModel:
 
     from cannopy.frontend import sources
 
-    phase = "decode" if args.phase == "decode" else "prefill"
+    phase: Phase = "decode" if args.phase == "decode" else "prefill"
     loaded = sources.load(args.model, size=args.size, dtype=args.dtype, seed=args.seed, phase=phase, batch=args.batch)
     case = loaded.case
     if case is None:

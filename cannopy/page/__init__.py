@@ -91,11 +91,11 @@ def _phase(phase: str, report: CompileReport) -> str:
 def _parity(parity: ParityReport) -> str:
     picks = ""
     if parity.picks:
-        head = ("phase", "picks of", "made", "unlike plain bf16", "worst tie (1 = limit)", "invalid")
-        rows = [(p.phase, p.kind, p.tokens, p.differ, f"{p.worst:.2f}", p.invalid) for p in parity.picks]
-        picks = f"<h3>Picks of experts and keys</h3>{_table(head, rows, numbers=True)}"
+        columns = ("phase", "picks of", "made", "unlike plain bf16", "worst tie (1 = limit)", "invalid")
+        made = [(p.phase, p.kind, p.tokens, p.differ, f"{p.worst:.2f}", p.invalid) for p in parity.picks]
+        picks = f"<h3>Picks of experts and keys</h3>{_table(columns, made, numbers=True)}"
     head = ("phase", "tokens", "median", "plain bf16", "p90", "plain bf16", "largest", "plain bf16")
-    rows = []
+    rows: list[tuple[Any, ...]] = []
     for part in parity.errors:
         pairs = [
             f"{getattr(run, name):.2e}" for name in ("median", "p90", "largest") for run in (part.compiled, part.plain)

@@ -99,7 +99,8 @@ class ParityReport:
     @property
     def failures(self) -> list[str]:
         """Every limit that was missed, one sentence each."""
-        return [sentence for part in (*self.errors, *self.picks) for sentence in part.failures]
+        parts: list[ErrorParity | PickParity] = [*self.errors, *self.picks]
+        return [sentence for part in parts for sentence in part.failures]
 
     @property
     def passed(self) -> bool:
@@ -114,7 +115,8 @@ class ParityReport:
 
 def token_errors(result: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     """Relative error per row of ``result`` against ``exact``, both float64 [tokens, features]."""
-    return (result - exact).norm(dim=-1) / exact.norm(dim=-1).clamp_min(torch.finfo(torch.float64).tiny)
+    scale = torch.linalg.vector_norm(exact, dim=-1).clamp_min(torch.finfo(torch.float64).tiny)
+    return torch.linalg.vector_norm(result - exact, dim=-1) / scale
 
 
 def compare_picks(phase: str, plain: Sequence[Choice], exact: Sequence[Choice]) -> list[PickParity]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cannopy.backend.host import target
-from cannopy.backend.host.engine import summary as inspection
+from cannopy.backend.host.engine.counts import Summary, summary
 from cannopy.backend.host.engine.plan import Plan, build, run_kernel
 from cannopy.backend.host.ge_ops.op import OpError
 
@@ -71,11 +71,11 @@ class HostGraph:
                 self.aliases = _alias_map(inputs, assigned_outputs)
             return _deliver(produced, inputs, assigned_outputs, self._plan)
 
-    def summary(self) -> inspection.Summary:
+    def summary(self) -> Summary:
         """Ops, kernels and copies of the loaded graph."""
         if self.ge_graph is None:
             raise OpError(f"graph {self.name!r}: summary() before load()")
-        return inspection.summary(self.ge_graph, self.aliases, self.noop_casts or frozenset())
+        return summary(self.ge_graph, self.aliases, self.noop_casts or frozenset())
 
 
 def recorded() -> list[HostGraph]:

@@ -40,7 +40,7 @@ def axpy_v2(op: Op) -> Kernel:
 
 def axpy(op: Op) -> Kernel:
     """y = x1 + alpha * x2, alpha an attribute."""
-    alpha = op.float("alpha", 1.0)
+    alpha = op.number("alpha", 1.0)
     return lambda x1, x2: torch.add(x1, x2, alpha=alpha)
 
 
@@ -79,35 +79,34 @@ def masked_fill(op: Op) -> Kernel:
     return lambda x, mask, value: torch.where(mask, value.to(x.dtype), x)
 
 
+_PLAIN: dict[str, Callable[..., Tensor]] = {
+    "Add": torch.add,
+    "AddV2": torch.add,
+    "BitwiseAnd": torch.bitwise_and,
+    "BitwiseOr": torch.bitwise_or,
+    "Div": _divide,
+    "Equal": torch.eq,
+    "FloorDiv": torch.floor_divide,
+    "FloorMod": torch.remainder,
+    "Greater": torch.gt,
+    "GreaterEqual": torch.ge,
+    "Less": torch.lt,
+    "LessEqual": torch.le,
+    "LogicalAnd": torch.logical_and,
+    "LogicalOr": torch.logical_or,
+    "Maximum": torch.maximum,
+    "Minimum": torch.minimum,
+    "Mod": torch.fmod,
+    "Mul": torch.mul,
+    "NotEqual": torch.ne,
+    "RealDiv": torch.div,
+    "RightShift": torch.bitwise_right_shift,
+    "Sub": torch.sub,
+    "TruncateDiv": _truncate_divide,
+}
+
 OPS: dict[str, Builder] = {
-    **{
-        name: plain(fn)
-        for name, fn in {
-            "Add": torch.add,
-            "AddV2": torch.add,
-            "BitwiseAnd": torch.bitwise_and,
-            "BitwiseOr": torch.bitwise_or,
-            "Div": _divide,
-            "Equal": torch.eq,
-            "FloorDiv": torch.floor_divide,
-            "FloorMod": torch.remainder,
-            "Greater": torch.gt,
-            "GreaterEqual": torch.ge,
-            "Less": torch.lt,
-            "LessEqual": torch.le,
-            "LogicalAnd": torch.logical_and,
-            "LogicalOr": torch.logical_or,
-            "Maximum": torch.maximum,
-            "Minimum": torch.minimum,
-            "Mod": torch.fmod,
-            "Mul": torch.mul,
-            "NotEqual": torch.ne,
-            "RealDiv": torch.div,
-            "RightShift": torch.bitwise_right_shift,
-            "Sub": torch.sub,
-            "TruncateDiv": _truncate_divide,
-        }.items()
-    },
+    **{name: plain(fn) for name, fn in _PLAIN.items()},
     "Addcdiv": addcdiv,
     "Addcmul": addcmul,
     "Axpy": axpy,

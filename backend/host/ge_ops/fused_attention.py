@@ -30,18 +30,18 @@ def mla_prolog_v3(op: Op) -> Kernel:
     if ref != ("kv_cache", "kr_cache"):
         raise op.error(f"inputs 9 and 10 are {ref}, expected kv_cache and kr_cache")
     attrs = {
-        "rmsnorm_epsilon_cq": op.float("rmsnorm_epsilon_cq", 1e-5),
-        "rmsnorm_epsilon_ckv": op.float("rmsnorm_epsilon_ckv", 1e-5),
-        "cache_mode": op.str("cache_mode", "PA_BSND"),
-        "query_norm_flag": op.bool("query_norm_flag", False),
-        "weight_quant_mode": op.int("weight_quant_mode", 0),
-        "kv_cache_quant_mode": op.int("kv_cache_quant_mode", 0),
-        "query_quant_mode": op.int("query_quant_mode", 0),
-        "ckvkr_repo_mode": op.int("ckvkr_repo_mode", 0),
-        "quant_scale_repo_mode": op.int("quant_scale_repo_mode", 0),
-        "tile_size": op.int("tile_size", 128),
-        "qc_qr_scale": op.float("qc_qr_scale", 1.0),
-        "kc_scale": op.float("kc_scale", 1.0),
+        "rmsnorm_epsilon_cq": op.number("rmsnorm_epsilon_cq", 1e-5),
+        "rmsnorm_epsilon_ckv": op.number("rmsnorm_epsilon_ckv", 1e-5),
+        "cache_mode": op.text("cache_mode", "PA_BSND"),
+        "query_norm_flag": op.flag("query_norm_flag", False),
+        "weight_quant_mode": op.integer("weight_quant_mode", 0),
+        "kv_cache_quant_mode": op.integer("kv_cache_quant_mode", 0),
+        "query_quant_mode": op.integer("query_quant_mode", 0),
+        "ckvkr_repo_mode": op.integer("ckvkr_repo_mode", 0),
+        "quant_scale_repo_mode": op.integer("quant_scale_repo_mode", 0),
+        "tile_size": op.integer("tile_size", 128),
+        "qc_qr_scale": op.number("qc_qr_scale", 1.0),
+        "kc_scale": op.number("kc_scale", 1.0),
     }
 
     def kernel(*args: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -54,13 +54,13 @@ def mla_prolog_v3(op: Op) -> Kernel:
 def lightning_indexer(op: Op) -> Kernel:
     """(sparse_indices, sparse_values). The attribute is return_values, the argument return_value."""
     attrs = {
-        "layout_query": op.str("layout_query", "BSND"),
-        "layout_key": op.str("layout_key", "BSND"),
-        "sparse_count": op.int("sparse_count", 2048),
-        "sparse_mode": op.int("sparse_mode", 3),
-        "pre_tokens": op.int("pre_tokens", _LONGEST),
-        "next_tokens": op.int("next_tokens", _LONGEST),
-        "return_value": op.bool("return_values", False),
+        "layout_query": op.text("layout_query", "BSND"),
+        "layout_key": op.text("layout_key", "BSND"),
+        "sparse_count": op.integer("sparse_count", 2048),
+        "sparse_mode": op.integer("sparse_mode", 3),
+        "pre_tokens": op.integer("pre_tokens", _LONGEST),
+        "next_tokens": op.integer("next_tokens", _LONGEST),
+        "return_value": op.flag("return_values", False),
     }
     return lambda *args: torch.ops.npu.npu_lightning_indexer(**named(op, args), **attrs)
 
@@ -68,15 +68,15 @@ def lightning_indexer(op: Op) -> Kernel:
 def sparse_flash_attention(op: Op) -> Kernel:
     """(attention_out, softmax_max, softmax_sum)."""
     attrs = {
-        "scale_value": op.float("scale_value", 1.0),
-        "sparse_block_size": op.int("sparse_block_size", 1),
-        "layout_query": op.str("layout_query", "BSND"),
-        "layout_kv": op.str("layout_kv", "BSND"),
-        "sparse_mode": op.int("sparse_mode", 3),
-        "pre_tokens": op.int("pre_tokens", _LONGEST),
-        "next_tokens": op.int("next_tokens", _LONGEST),
-        "attention_mode": op.int("attention_mode", 0),
-        "return_softmax_lse": op.bool("return_softmax_lse", False),
+        "scale_value": op.number("scale_value", 1.0),
+        "sparse_block_size": op.integer("sparse_block_size", 1),
+        "layout_query": op.text("layout_query", "BSND"),
+        "layout_kv": op.text("layout_kv", "BSND"),
+        "sparse_mode": op.integer("sparse_mode", 3),
+        "pre_tokens": op.integer("pre_tokens", _LONGEST),
+        "next_tokens": op.integer("next_tokens", _LONGEST),
+        "attention_mode": op.integer("attention_mode", 0),
+        "return_softmax_lse": op.flag("return_softmax_lse", False),
     }
     return lambda *args: torch.ops.npu.npu_sparse_flash_attention(**named(op, args), **attrs)
 

@@ -11,16 +11,16 @@ from cannopy.backend.host.ge_ops.op import Builder, Kernel, Op, Tensor
 
 def moe_gating_top_k(op: Op) -> Kernel:
     """(y, expert_idx, out)."""
-    k = op.int("k", 0)
+    k = op.integer("k", 0)
     attrs = {
-        "k_group": op.int("k_group", 1),
-        "group_count": op.int("group_count", 1),
-        "group_select_mode": op.int("group_select_mode", 0),
-        "renorm": op.int("renorm", 0),
-        "norm_type": op.int("norm_type", 0),
-        "out_flag": op.bool("out_flag", False),
-        "routed_scaling_factor": op.float("routed_scaling_factor", 1.0),
-        "eps": op.float("eps", 1e-20),
+        "k_group": op.integer("k_group", 1),
+        "group_count": op.integer("group_count", 1),
+        "group_select_mode": op.integer("group_select_mode", 0),
+        "renorm": op.integer("renorm", 0),
+        "norm_type": op.integer("norm_type", 0),
+        "out_flag": op.flag("out_flag", False),
+        "routed_scaling_factor": op.number("routed_scaling_factor", 1.0),
+        "eps": op.number("eps", 1e-20),
     }
 
     def kernel(*args: Tensor | None) -> Sequence[Tensor]:
@@ -34,15 +34,15 @@ def moe_init_routing_v3(op: Op) -> Kernel:
     """(expanded_x, expanded_row_idx, expert_tokens_count_or_cumsum, expanded_scale); the op of
     npu_moe_init_routing_v2."""
     attrs = {
-        "active_num": op.int("active_num", -1),
-        "expert_capacity": op.int("expert_capacity", -1),
-        "expert_num": op.int("expert_num", -1),
-        "drop_pad_mode": op.int("drop_pad_mode", 0),
-        "expert_tokens_num_type": op.int("expert_tokens_num_type", 0),
-        "expert_tokens_num_flag": op.bool("expert_tokens_num_flag", False),
-        "quant_mode": op.int("quant_mode", -1),
-        "active_expert_range": op.ints("active_expert_range"),
-        "row_idx_type": op.int("row_idx_type", 0),
+        "active_num": op.integer("active_num", -1),
+        "expert_capacity": op.integer("expert_capacity", -1),
+        "expert_num": op.integer("expert_num", -1),
+        "drop_pad_mode": op.integer("drop_pad_mode", 0),
+        "expert_tokens_num_type": op.integer("expert_tokens_num_type", 0),
+        "expert_tokens_num_flag": op.flag("expert_tokens_num_flag", False),
+        "quant_mode": op.integer("quant_mode", -1),
+        "active_expert_range": op.integers("active_expert_range"),
+        "row_idx_type": op.integer("row_idx_type", 0),
     }
     return lambda x, expert_idx, scale=None, offset=None: torch.ops.npu.npu_moe_init_routing_v2(
         x, expert_idx, scale=scale, offset=offset, **attrs
@@ -51,7 +51,7 @@ def moe_init_routing_v3(op: Op) -> Kernel:
 
 def moe_finalize_routing_v2(op: Op) -> Kernel:
     """y, with GE's order of inputs: rows, row index, skip1, skip2, bias, scales, expert index."""
-    mode, k = op.int("drop_pad_mode", 0), op.int("k", op.int("K", 1))
+    mode, k = op.integer("drop_pad_mode", 0), op.integer("k", op.integer("K", 1))
     return lambda rows, row_idx, x1=None, x2=None, bias=None, scales=None, expert=None: (
         torch.ops.npu.npu_moe_finalize_routing(rows, x1, x2, bias, scales, row_idx, expert, mode, k)
     )
@@ -66,17 +66,17 @@ def moe_finalize_routing(op: Op) -> Kernel:
 
 def grouped_matmul(op: Op) -> Kernel:
     """One output per y. torchair feeds an optional list that was not given as one tensor without elements."""
-    if op.int("dtype", -1) != -1 or op.bool("transpose_x", False):
+    if op.integer("dtype", -1) != -1 or op.flag("transpose_x", False):
         raise op.error("attributes dtype and transpose_x are for quantised forms, which the host engine does not know")
-    transposed = op.bool("transpose_weight", False)
+    transposed = op.flag("transpose_weight", False)
     lists = ("bias", "scale", "offset", "antiquant_scale", "antiquant_offset")
     spans = {name: op.span(name) for name in ("x", "weight", *lists)}
     group_list_at, token_scale_at = op.at("group_list"), op.at("per_token_scale")
     attrs = {
-        "split_item": op.int("split_item", 0),
-        "group_type": op.int("group_type", -1),
-        "group_list_type": op.int("group_list_type", 0),
-        "act_type": op.int("act_type", 0),
+        "split_item": op.integer("split_item", 0),
+        "group_type": op.integer("group_type", -1),
+        "group_list_type": op.integer("group_list_type", 0),
+        "act_type": op.integer("act_type", 0),
     }
 
     def kernel(*args: Tensor | None) -> Sequence[Tensor]:
@@ -84,8 +84,9 @@ def grouped_matmul(op: Op) -> Kernel:
         given = {n: parts[n] for n in lists if any(p is not None and p.numel() for p in parts[n])}
         weight = [w.mT if transposed else w for w in parts["weight"] if w is not None]
         group_list = None if group_list_at is None else args[group_list_at]
-        if token_scale_at is not None and args[token_scale_at] is not None:
-            given["per_token_scale"] = [args[token_scale_at]]
+        token_scale = None if token_scale_at is None else args[token_scale_at]
+        if token_scale is not None:
+            given["per_token_scale"] = [token_scale]
         return torch.ops.npu.npu_grouped_matmul(  # type: ignore[no-any-return]
             parts["x"], weight, group_list=group_list, **given, **attrs
         )

@@ -12,7 +12,7 @@ _ROTARY_MODES = ("half", "interleave", "quarter", "interleave-half")
 
 def swiglu(op: Op) -> Kernel:
     """y = silu(first half) * second half along ``dim``."""
-    dim = op.int("dim", -1)
+    dim = op.integer("dim", -1)
     return lambda x: torch.ops.npu.npu_swiglu(x, dim)
 
 
@@ -23,7 +23,7 @@ def rotary_mul(op: Op) -> Kernel:
 
 def rotary_position_embedding(op: Op) -> Kernel:
     """Rotation in ``mode`` 0 … 3 (half, interleave, quarter, interleave-half)."""
-    mode = op.int("mode", 0)
+    mode = op.integer("mode", 0)
     if not 0 <= mode < len(_ROTARY_MODES):
         raise op.error(f"mode is {mode}, expected 0 … {len(_ROTARY_MODES) - 1}")
     return lambda x, cos, sin, rotate=None: torch.ops.npu.npu_rotary_mul(x, cos, sin, _ROTARY_MODES[mode], rotate)
@@ -37,10 +37,10 @@ def interleave_rope(op: Op) -> Kernel:
 def transpose_batch_matmul(op: Op) -> Kernel:
     """y = (x1 in perm_x1 @ x2 in perm_x2) in perm_y."""
     attrs = {
-        "perm_x1": op.ints("perm_x1", (0, 1, 2)),
-        "perm_x2": op.ints("perm_x2", (0, 1, 2)),
-        "perm_y": op.ints("perm_y", (1, 0, 2)),
-        "batch_split_factor": op.int("batch_split_factor", 1),
+        "perm_x1": op.integers("perm_x1", (0, 1, 2)),
+        "perm_x2": op.integers("perm_x2", (0, 1, 2)),
+        "perm_y": op.integers("perm_y", (1, 0, 2)),
+        "batch_split_factor": op.integer("batch_split_factor", 1),
     }
 
     def kernel(x1: Tensor, x2: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:

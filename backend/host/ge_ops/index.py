@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from cannopy.backend.host.ge_ops.op import Builder, Kernel, Op, Tensor, host_ints
@@ -13,18 +15,17 @@ def strided_slice(op: Op) -> Kernel:
     Masks: bit i of begin_mask or end_mask opens that end, of shrink_axis_mask takes the one position ``begin`` and
     drops the axis; ellipsis and new axes are refused. Bounds clamp as in Python, strides are positive.
     """
-    masks = {m: op.int(m, 0) for m in ("begin_mask", "end_mask", "shrink_axis_mask")}
-    if op.int("ellipsis_mask", 0) or op.int("new_axis_mask", 0):
+    masks = {m: op.integer(m, 0) for m in ("begin_mask", "end_mask", "shrink_axis_mask")}
+    if op.integer("ellipsis_mask", 0) or op.integer("new_axis_mask", 0):
         raise op.error("ellipsis_mask and new_axis_mask are not known to the host engine")
     begin_at, end_at = op.at("begin"), op.at("end")
     axes_at, strides_at = op.at("axes"), op.at("strides")
     if begin_at is None or end_at is None:
         raise op.error(f"inputs begin and end are missing, found {op.inputs}")
 
-    def part(args: tuple[Tensor | None, ...], at: int | None, default: list[int]) -> list[int]:
-        if at is None or at >= len(args) or (args[at] is None and at not in op.consts):
-            return default
-        return host_ints(op, at, args[at])
+    def part(args: Sequence[Tensor | None], at: int | None, default: list[int]) -> list[int]:
+        value = None if at is None else args[at]
+        return default if at is None or value is None else host_ints(op, at, value)
 
     def kernel(*args: Tensor | None) -> Tensor:
         x = args[0]
@@ -60,9 +61,9 @@ def gather(op: Op) -> Kernel:
 
     Negative indices count from the end only with ``negative_index_support``; IndexError outside x.
     """
-    if op.int("batch_dims", 0) != 0:
+    if op.integer("batch_dims", 0) != 0:
         raise op.error("batch_dims other than 0 are not known to the host engine")
-    negative = op.bool("negative_index_support", False)
+    negative = op.flag("negative_index_support", False)
 
     def kernel(x: Tensor, indices: Tensor, axis: Tensor | None = None) -> Tensor:
         dim = (0 if axis is None else host_ints(op, 2, axis)[0]) % x.dim()
@@ -77,7 +78,7 @@ def gather(op: Op) -> Kernel:
 
 def gather_elements(op: Op) -> Kernel:
     """y[i][j] = x[index[i][j]][j] for dim 0, and so on."""
-    dim = op.int("dim", 0)
+    dim = op.integer("dim", 0)
     return lambda x, index: torch.gather(x, dim, index.to(torch.int64))
 
 
@@ -88,7 +89,7 @@ def gather_nd(op: Op) -> Kernel:
 
 def index_by_tensor(op: Op) -> Kernel:
     """aten.index: ``indices_mask`` says which axes are indexed by the tensors, in order."""
-    mask = op.ints("indices_mask")
+    mask = op.integers("indices_mask")
 
     def kernel(x: Tensor, *indices: Tensor) -> Tensor:
         rest = iter(indices)
@@ -99,7 +100,7 @@ def index_by_tensor(op: Op) -> Kernel:
 
 def one_hot(op: Op) -> Kernel:
     """``depth`` values along ``axis`` (-1: last): on_value at x, off_value elsewhere."""
-    axis = op.int("axis", -1)
+    axis = op.integer("axis", -1)
 
     def kernel(x: Tensor, depth: Tensor, on: Tensor, off: Tensor) -> Tensor:
         dim = axis % (x.dim() + 1)

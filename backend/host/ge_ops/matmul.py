@@ -9,8 +9,8 @@ from cannopy.backend.host.ge_ops.op import Builder, Kernel, Op, Tensor
 
 def matmul(op: Op) -> Kernel:
     """MatMul, MatMulV2, MatMulV3: y = x1 @ x2 (+ bias), with transpose_x1, transpose_x2; 2-D."""
-    t1, t2 = op.bool("transpose_x1", False), op.bool("transpose_x2", False)
-    if op.int("offset_x", 0):
+    t1, t2 = op.flag("transpose_x1", False), op.flag("transpose_x2", False)
+    if op.integer("offset_x", 0):
         raise op.error("offset_x other than 0 is for int8, which the host engine does not know")
 
     def kernel(x1: Tensor, x2: Tensor, bias: Tensor | None = None, offset_w: Tensor | None = None) -> Tensor:
@@ -27,7 +27,7 @@ def matmul(op: Op) -> Kernel:
 
 def batch_matmul(op: Op) -> Kernel:
     """BatchMatMul, V2, V3: y = x1 @ x2 (+ bias) over broadcast batch axes, with adj_x1, adj_x2."""
-    t1, t2 = op.bool("adj_x1", False), op.bool("adj_x2", False)
+    t1, t2 = op.flag("adj_x1", False), op.flag("adj_x2", False)
 
     def kernel(x1: Tensor, x2: Tensor, bias: Tensor | None = None, offset_w: Tensor | None = None) -> Tensor:
         y = torch.matmul(x1.mT if t1 else x1, x2.mT if t2 else x2)

@@ -10,7 +10,7 @@ from cannopy.backend.host.ge_ops.op import Builder, Kernel, Op, Tensor, host_int
 
 def softmax(op: Op) -> Kernel:
     """Over the one axis in ``axes``; ``half_to_float`` gives fp32 for half-precision input."""
-    axes, wide = op.ints("axes", [-1]), op.bool("half_to_float", False)
+    axes, wide = op.integers("axes", [-1]), op.flag("half_to_float", False)
     if len(axes) != 1:
         raise op.error(f"axes are {axes}, the host engine knows one axis")
     return lambda x: torch.softmax(x, axes[0], dtype=torch.float32 if wide else None)
@@ -18,7 +18,7 @@ def softmax(op: Op) -> Kernel:
 
 def log_softmax(op: Op) -> Kernel:
     """Over the one axis in ``axes``."""
-    axes = op.ints("axes", [-1])
+    axes = op.integers("axes", [-1])
     if len(axes) != 1:
         raise op.error(f"axes are {axes}, the host engine knows one axis")
     return lambda logits: torch.log_softmax(logits, axes[0])
@@ -26,7 +26,7 @@ def log_softmax(op: Op) -> Kernel:
 
 def layer_norm_v4(op: Op) -> Kernel:
     """(y, mean, rstd) over the last axes, whose sizes are input 1; mean and rstd as the graph declares them."""
-    epsilon = op.float("epsilon", 1e-5)
+    epsilon = op.number("epsilon", 1e-5)
 
     def kernel(
         x: Tensor, normalized_shape: Tensor, gamma: Tensor | None = None, beta: Tensor | None = None
@@ -45,7 +45,7 @@ def _declared(op: Op, output: int, value: Tensor) -> Tensor:
 
 def glu(op: Op) -> Kernel:
     """First half times sigmoid of the second along ``dim``."""
-    dim = op.int("dim", -1)
+    dim = op.integer("dim", -1)
     return lambda x: functional.glu(x, dim)
 
 

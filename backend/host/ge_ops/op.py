@@ -47,23 +47,23 @@ class Op:
         """An OpError about this op."""
         return OpError(f"{self.where()}: {what}")
 
-    def bool(self, key: str, default: bool) -> bool:
+    def flag(self, key: str, default: bool) -> bool:
         """Attribute ``key``, or ``default`` when the op does not carry it."""
         return bool(self.attrs[key].b) if key in self.attrs else default
 
-    def int(self, key: str, default: int) -> int:
+    def integer(self, key: str, default: int) -> int:
         """Attribute ``key``, or ``default`` when the op does not carry it."""
         return int(self.attrs[key].i) if key in self.attrs else default
 
-    def float(self, key: str, default: float) -> float:
+    def number(self, key: str, default: float) -> float:
         """Attribute ``key`` (GE stores single precision), or ``default`` when the op does not carry it."""
         return float(self.attrs[key].f) if key in self.attrs else default
 
-    def str(self, key: str, default: str) -> str:
+    def text(self, key: str, default: str) -> str:
         """Attribute ``key``, or ``default`` when the op does not carry it."""
         return bytes(self.attrs[key].s).decode() if key in self.attrs else default
 
-    def ints(self, key: str, default: Sequence[int] = ()) -> list[int]:
+    def integers(self, key: str, default: Sequence[int] = ()) -> list[int]:
         """List attribute ``key``, or ``default`` when the op does not carry it."""
         return [int(i) for i in self.attrs[key].list.i] if key in self.attrs else list(default)
 

@@ -34,7 +34,7 @@ def over_axes(fn: Callable[[Tensor, list[int], bool], Tensor]) -> Builder:
     """
 
     def build(op: Op) -> Kernel:
-        keep, noop = op.bool("keep_dims", False), op.bool("noop_with_empty_axes", False)
+        keep, noop = op.flag("keep_dims", False), op.flag("noop_with_empty_axes", False)
 
         def reduced(x: Tensor, axes: list[int]) -> Tensor:
             if axes:
@@ -44,7 +44,7 @@ def over_axes(fn: Callable[[Tensor, list[int], bool], Tensor]) -> Builder:
             return x
 
         if len(op.inputs) == 1:
-            fixed = op.ints("axes")
+            fixed = op.integers("axes")
             return lambda x: reduced(x, fixed)
         return lambda x, axes: reduced(x, host_ints(op, 1, axes))
 
@@ -53,22 +53,22 @@ def over_axes(fn: Callable[[Tensor, list[int], bool], Tensor]) -> Builder:
 
 def mean_with_cast(op: Op) -> Kernel:
     """Mean over the axes in input 1, converted to ``dtype`` first."""
-    keep, dtype = op.bool("keep_dims", False), op.dtype("dtype")
+    keep, dtype = op.flag("keep_dims", False), op.dtype("dtype")
     return lambda x, axes: torch.mean(x, host_ints(op, 1, axes), keepdim=keep, dtype=dtype)
 
 
 def std_with_mean(op: Op) -> Kernel:
     """y = standard deviation of x about ``mean`` over ``dim`` with Bessel's ``correction``; or 1/(y+epsilon)."""
-    dim, keep = op.ints("dim"), op.bool("keepdim", False)
-    correction = op.int("correction", 1) if op.bool("unbiased", True) else 0
-    if op.bool("invert", False):
+    dim, keep = op.integers("dim"), op.flag("keepdim", False)
+    correction = op.integer("correction", 1) if op.flag("unbiased", True) else 0
+    if op.flag("invert", False):
         raise op.error("invert=True is not known to the host engine")
     return lambda x, mean: torch.std(x, dim or None, correction=correction, keepdim=keep)
 
 
 def lp_norm(op: Op) -> Kernel:
     """y = (sum |x|^p)^(1/p) over ``axes``."""
-    p, axes, keep = op.float("p", 2.0), op.ints("axes"), op.bool("keepdim", False)
+    p, axes, keep = op.number("p", 2.0), op.integers("axes"), op.flag("keepdim", False)
     return lambda x: torch.linalg.vector_norm(x, p, axes or None, keepdim=keep)
 
 
@@ -86,7 +86,7 @@ def arg_with_value(largest: bool) -> Builder:
     """ArgMaxWithValue, ArgMinWithValue: (index int32, value) along ``dimension``."""
 
     def build(op: Op) -> Kernel:
-        dim, keep = op.int("dimension", 0), op.bool("keep_dims", False)
+        dim, keep = op.integer("dimension", 0), op.flag("keep_dims", False)
 
         def kernel(x: Tensor) -> tuple[Tensor, Tensor]:
             values, indices = torch.max(x, dim, keepdim=keep) if largest else torch.min(x, dim, keepdim=keep)
@@ -99,7 +99,7 @@ def arg_with_value(largest: bool) -> Builder:
 
 def top_k(op: Op) -> Kernel:
     """(values, indices int32) of the k largest or smallest along ``dim``, sorted; ties as in torch.topk."""
-    dim, largest, ordered = op.int("dim", -1), op.bool("largest", True), op.bool("sorted", True)
+    dim, largest, ordered = op.integer("dim", -1), op.flag("largest", True), op.flag("sorted", True)
 
     def kernel(x: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         values, indices = torch.topk(x, host_ints(op, 1, k)[0], dim, largest=largest, sorted=ordered)
@@ -110,7 +110,7 @@ def top_k(op: Op) -> Kernel:
 
 def sort(op: Op) -> Kernel:
     """(values, indices int32) along ``axis``; always stable."""
-    axis, descending = op.int("axis", -1), op.bool("descending", False)
+    axis, descending = op.integer("axis", -1), op.flag("descending", False)
 
     def kernel(x: Tensor) -> tuple[Tensor, Tensor]:
         values, indices = torch.sort(x, dim=axis, descending=descending, stable=True)
@@ -121,14 +121,14 @@ def sort(op: Op) -> Kernel:
 
 def cumsum(op: Op) -> Kernel:
     """Running sum along the axis in input 1; exclusive and reverse forms are refused."""
-    if op.bool("exclusive", False) or op.bool("reverse", False):
+    if op.flag("exclusive", False) or op.flag("reverse", False):
         raise op.error("exclusive or reverse sums are not known to the host engine")
     return lambda x, axis: torch.cumsum(x, host_ints(op, 1, axis)[0], dtype=x.dtype)
 
 
 def search_sorted(op: Op) -> Kernel:
     """Insertion points of ``values`` into ``sorted_sequence``."""
-    right, dtype = op.bool("right", False), op.dtype("dtype")
+    right, dtype = op.flag("right", False), op.dtype("dtype")
     return lambda sequence, values, sorter=None: torch.searchsorted(sequence, values, right=right, sorter=sorter).to(
         dtype
     )

@@ -23,7 +23,7 @@ def assign(op: Op) -> Kernel:
 
 def scatter_elements(op: Op) -> Kernel:
     """aten.scatter along ``axis``; ``reduction`` none, add or mul."""
-    axis, reduction = op.int("axis", 0), op.str("reduction", "none")
+    axis, reduction = op.integer("axis", 0), op.text("reduction", "none")
     if reduction == "none":
         return lambda data, indices, updates: torch.scatter(data, axis, indices.to(torch.int64), updates)
     if reduction == "add":
@@ -53,7 +53,7 @@ def scatter_nd(op: Op, *, in_place: bool) -> Kernel:
 
 def scatter(op: Op) -> Kernel:
     """npu.scatter_update: row b of ``updates`` goes to var[b], from position indices[b] on along ``axis``."""
-    reduce, axis = op.str("reduce", "update"), op.int("axis", 0)
+    reduce, axis = op.text("reduce", "update"), op.integer("axis", 0)
     if reduce != "update":
         raise op.error(f"reduce is {reduce!r}, only update is known to the host engine")
 
@@ -76,7 +76,7 @@ def inplace_update(op: Op) -> Kernel:
 
 def index_add(op: Op) -> Kernel:
     """var[indices] += alpha * updates along ``axis``."""
-    axis = op.int("axis", 0)
+    axis = op.integer("axis", 0)
 
     def kernel(var: Tensor, indices: Tensor, updates: Tensor, alpha: Tensor | None = None) -> Tensor:
         factor = 1 if alpha is None else alpha.item()

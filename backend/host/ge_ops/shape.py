@@ -21,14 +21,14 @@ def tensor_move(op: Op) -> Kernel:
 
 def reshape(op: Op) -> Kernel:
     """``shape`` is input 1, with at most one -1."""
-    if op.int("axis", 0) != 0 or op.int("num_axes", -1) != -1:
+    if op.integer("axis", 0) != 0 or op.integer("num_axes", -1) != -1:
         raise op.error("axis and num_axes are not known to the host engine")
     return lambda x, shape: x.reshape(host_ints(op, 1, shape))
 
 
 def unsqueeze(op: Op) -> Kernel:
     """New axes of size 1 at ``axes`` of the result."""
-    axes = op.ints("axes")
+    axes = op.integers("axes")
 
     def kernel(x: Tensor) -> Tensor:
         rank = x.dim() + len(axes)
@@ -46,7 +46,7 @@ def expand_dims(op: Op) -> Kernel:
 
 def squeeze(op: Op) -> Kernel:
     """Without the axes of size 1 in ``axis`` (all of size 1 when empty)."""
-    axes = op.ints("axis")
+    axes = op.integers("axis")
 
     def kernel(x: Tensor) -> Tensor:
         if not axes:
@@ -61,7 +61,7 @@ def squeeze(op: Op) -> Kernel:
 def transpose(op: Op) -> Kernel:
     """Axes in the order of input 1 (Transpose) or of attribute ``perm`` (TransposeD)."""
     if len(op.inputs) == 1:
-        fixed = op.ints("perm")
+        fixed = op.integers("perm")
         return lambda x: x.permute(fixed)
     return lambda x, perm: x.permute(host_ints(op, 1, perm))
 
@@ -86,7 +86,7 @@ def concat(op: Op) -> Kernel:
     parts, at = op.span("x"), op.at("concat_dim")
 
     def kernel(*args: Tensor) -> Tensor:
-        dim = op.int("concat_dim", 0) if at is None else host_ints(op, at, args[at])[0]
+        dim = op.integer("concat_dim", 0) if at is None else host_ints(op, at, args[at])[0]
         return torch.cat(args[parts], dim)
 
     return kernel
@@ -94,19 +94,19 @@ def concat(op: Op) -> Kernel:
 
 def pack(op: Op) -> Kernel:
     """The inputs stacked along a new ``axis``."""
-    axis = op.int("axis", 0)
+    axis = op.integer("axis", 0)
     return lambda *args: torch.stack(args, axis)
 
 
 def unpack(op: Op) -> Kernel:
     """x without ``axis``, one output per position."""
-    axis = op.int("axis", 0)
+    axis = op.integer("axis", 0)
     return lambda x: torch.unbind(x, axis)
 
 
 def split(op: Op) -> Kernel:
     """``num_split`` equal parts along attribute ``split_dim``."""
-    dim, parts = op.int("split_dim", 0), op.int("num_split", 1)
+    dim, parts = op.integer("split_dim", 0), op.integer("num_split", 1)
 
     def kernel(x: Tensor) -> Sequence[Tensor]:
         if x.shape[dim] % parts:
@@ -149,7 +149,7 @@ def fill(op: Op) -> Kernel:
 def empty(op: Op) -> Kernel:
     """Memory that nothing has written; NaN (or the least integer) on the host, so that reading it shows."""
     dtype = op.dtype("dtype")
-    if op.bool("init", False):
+    if op.flag("init", False):
         return lambda dims: torch.zeros(host_ints(op, 0, dims), dtype=dtype)
     unset: float | int = 0
     if dtype.is_floating_point:
@@ -192,8 +192,8 @@ def reverse(op: Op) -> Kernel:
 
 def pad(op: Op) -> Kernel:
     """Constant padding: input 1 has (before, after) per axis, from the first axis on."""
-    mode = op.str("mode", "constant")
-    if mode != "constant" or not op.bool("paddings_contiguous", True):
+    mode = op.text("mode", "constant")
+    if mode != "constant" or not op.flag("paddings_contiguous", True):
         raise op.error(f"mode {mode!r} or split paddings are not known to the host engine")
 
     def kernel(x: Tensor, paddings: Tensor, value: Tensor | None = None) -> Tensor:
@@ -209,7 +209,7 @@ def triangle(lower: bool) -> Builder:
     """Tril and Triu about ``diagonal``."""
 
     def build(op: Op) -> Kernel:
-        diagonal = op.int("diagonal", 0)
+        diagonal = op.integer("diagonal", 0)
         return (lambda x: torch.tril(x, diagonal)) if lower else (lambda x: torch.triu(x, diagonal))
 
     return build

@@ -61,7 +61,8 @@ def derived(
     names = tuple(source.name for source in sources)
     for entry in program.weights:
         if (entry.sources, entry.recipe, entry.nz) == (names, recipe, nz):
-            return next(n for n in editor.graph.nodes if n.op == "placeholder" and n.name == entry.name)
+            found: fx.Node = next(n for n in editor.graph.nodes if n.op == "placeholder" and n.name == entry.name)
+            return found
     node = editor.placeholder(name, preview(editor, sources, recipe))
     program.weights.append(WeightEntry(node.name, names, recipe, nz))
     return node

@@ -237,4 +237,4 @@ def rules(name: str, equation: str, weighted: Pattern, collect: Collect) -> tupl
         return op(aten.add.Tensor, Through(routed, over=(aten.reshape.default,)), Any("shared"), commutative=True)
 
     forms = (added(cast_total), added(plain_total), cast_total, total)
-    return tuple(Rule(name, equation, form, rewrite, check, "npu_grouped_matmul", near=8) for form in forms)
+    return tuple(Rule(name, equation, form, rewrite, check, "npu_grouped_matmul", near=5) for form in forms)

@@ -32,7 +32,8 @@ from cannopy.fx_passes.graph import aten, dtype, is_call, shape
 
 SORT = op((aten.sort.default, aten.sort.stable), Any("ids"), rest=True, name="sort")
 PERM = op(operator.getitem, SORT, Literal(1), name="perm")
-COUNTED = Through(op(operator.getitem, SORT, Literal(0)), over=(aten._to_copy.default,), name="counted")
+SORTED = op(operator.getitem, SORT, Literal(0))
+COUNTED = Through(Alt((op(aten._to_copy.default, SORTED, dtype=Any()), SORTED)), name="counted")
 COUNTS = op(aten.histc.default, COUNTED, Number("bins"), Number("low"), Number("high"))
 OFFSETS = op(aten.cumsum.default, COUNTS, Alt((Literal(0), Literal(-1))), dtype=Any(), name="offsets")
 

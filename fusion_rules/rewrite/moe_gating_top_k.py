@@ -55,14 +55,8 @@ def _marks(blank: Pattern, value: Pattern) -> Pattern:
     return op(aten.reshape.default, marked, Any())
 
 
-ZEROS = Alt((
-    op(aten.zeros_like.default, Any(), rest=True),
-    op(aten.new_zeros.default, Any(), Any(), rest=True),
-))
-ONES = Alt((
-    op(aten.ones_like.default, Any(), rest=True),
-    op(aten.new_ones.default, Any(), Any(), rest=True),
-))
+ZEROS = op(aten.full.default, Any(), Number(equal=0), rest=True)
+TRUES = op(aten.full.default, Any(), Literal(True), rest=True)
 PER_EXPERT = op(aten.reshape.default, op(aten.expand.default, _marks(ZEROS, Number(equal=1)), Any()), Any())
 DROPPED = op((aten.bitwise_not.default, aten.logical_not.default),
              Through(PER_EXPERT, over=(aten._to_copy.default,)))
@@ -70,7 +64,7 @@ MASKED = Alt((
     op(aten.masked_fill.Scalar, CHOICE, DROPPED, Number("fill"), name="masked"),
     op(
         aten.reshape.default,
-        op(aten.masked_fill.Scalar, op(aten.reshape.default, CHOICE, Any()), _marks(ONES, Literal(False)),
+        op(aten.masked_fill.Scalar, op(aten.reshape.default, CHOICE, Any()), _marks(TRUES, Literal(False)),
            Number("fill")),
         Any(),
         name="masked",
@@ -156,6 +150,9 @@ def _weights_refusal(match: Match, normed: bool) -> Refusal | None:
     if not normed and match["norm_type"] == SIGMOID:
         return Refusal("the sigmoid scores are not divided by (their sum + eps), the op always does that",
                        match.get("picked") or match["topk"])
+    if normed and match["norm_type"] == SOFTMAX:
+        return Refusal("softmax scores are divided by their sum after the choice, the op does not do that",
+                       match["picked"])
     if normed and not _last(match["picked"], match["sum_dim"]):
         return Refusal("the scores are not divided by the sum over the chosen experts", match["picked"])
     return None

@@ -15,30 +15,44 @@ from torch import fx
 from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Any, Number, Pattern, Through, op
 from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
-from cannopy.fusion_rules.rewrite.trial import Call, refused
+from cannopy.fusion_rules.rewrite.trial import Call, arguments, refused
 from cannopy.fx_passes.graph import aten, dtype, is_call, shape
 from cannopy.fx_passes.weight_plan import derived, preview, why_not_weight
 
 MERGED = "torch.cat((w[0], w[1]))"
 CASTS = (aten._to_copy.default,)
+CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.clamp.Tensor)
+ACTIVATIONS = (aten.silu.default, aten.gelu.default, aten.relu.default, aten.sigmoid.default, aten.tanh.default)
+NEVER = 1_000
+"""As `near`: every product of two values would be a near miss; look-alikes match and are refused by `_look_alike`."""
 
 
 def _product(gate: Pattern, up: Pattern) -> Pattern:
-    silu = op(aten.silu.default, Through(gate, over=CASTS, name="gate"), name="silu")
-    return op(aten.mul.Tensor, Through(silu, over=CASTS, name="activated"), Through(up, over=CASTS, name="up"),
+    over = CASTS + CLAMPS
+    silu = op(ACTIVATIONS, Through(gate, over=over, name="gate"), rest=True, name="silu")
+    return op(aten.mul.Tensor, Through(silu, over=over, name="activated"), Through(up, over=over, name="up"),
               commutative=True, name="product")
 
 
 def _half(name: str) -> Pattern:
-    source = Through(Any("whole"), over=(), name=f"{name}_source")
-    return op(aten.slice.Tensor, source, *(Number(f"{name}_{k}") for k in ("dim", "start", "end", "step")))
+    return op(aten.slice.Tensor, Any("whole"), *(Number(f"{name}_{k}") for k in ("dim", "start", "end", "step")))
 
 
 LINEARS = _product(
-    op(aten.linear.default, Any("x"), Any("gate_weight"), name="gate_linear"),
-    op(aten.linear.default, Any("x"), Any("up_weight"), name="up_linear"),
+    op(aten.linear.default, Any("x"), Any("gate_weight"), rest=True, name="gate_linear"),
+    op(aten.linear.default, Any("x"), Any("up_weight"), rest=True, name="up_linear"),
 )
 HALVES = _product(_half("gate"), _half("up"))
+
+
+def _look_alike(match: Match) -> Refusal | None:
+    """Other activations and clamped values."""
+    if not is_call(match["silu"], aten.silu.default):
+        return Refusal(f"the activation is {match['silu'].target}, npu_swiglu has SiLU", match["silu"])
+    for node in match.nodes:
+        if is_call(node, *CLAMPS):
+            return Refusal("values are clamped inside the product, npu_swiglu does not clamp", node)
+    return None
 
 
 def _precision_refusal(match: Match, narrow: torch.dtype) -> Refusal | None:
@@ -46,8 +60,7 @@ def _precision_refusal(match: Match, narrow: torch.dtype) -> Refusal | None:
     if dtype(match.anchor) != narrow:
         return Refusal(f"the product stays {dtype(match.anchor)}, npu_swiglu gives the {narrow} of its input",
                        match.anchor)
-    for name in ("gate", "silu", "activated", "up", "product"):
-        node: fx.Node = match[name]
+    for node in match.nodes:
         if dtype(node) not in (narrow, torch.float32):
             return Refusal(f"{node.name} is rounded to {dtype(node)} inside the product", node)
     product: fx.Node = match["product"]
@@ -82,12 +95,15 @@ def _halves_refusal(match: Match) -> Refusal | None:
 
 
 def _emit_halves(match: Match, call: Call) -> Anything:
-    return call(torch.ops.npu.npu_swiglu.default, _source(match), match["gate_dim"])
+    source = _source(match)
+    dim = (match["gate_dim"],) if match["gate_dim"] != len(shape(source)) - 1 else ()
+    return call(torch.ops.npu.npu_swiglu.default, source, *dim)
 
 
 def _check_halves(match: Match, context: Context) -> Refusal | None:
     return (
-        _halves_refusal(match)
+        _look_alike(match)
+        or _halves_refusal(match)
         or _precision_refusal(match, dtype(_source(match)))
         or refused(context, lambda call: _emit_halves(match, call), match.anchor)
     )
@@ -97,32 +113,54 @@ def _rewrite_halves(match: Match, context: Context) -> None:
     context.editor.replace(match.anchor, _emit_halves(match, context.editor.call))
 
 
-def _emit_linears(match: Match, call: Call, weight: Anything) -> Anything:
-    return call(torch.ops.npu.npu_swiglu.default, call(aten.linear.default, match["x"], weight))
+def _biases(match: Match) -> list[fx.Node]:
+    """The biases of the linears that have one."""
+    found = (arguments(match[name])["bias"] for name in ("gate_linear", "up_linear"))
+    return [bias for bias in found if bias is not None]
 
 
-def _check_linears(match: Match, context: Context) -> Refusal | None:
-    weights = [match["gate_weight"], match["up_weight"]]
-    for weight in weights:
+def _emit_linears(match: Match, call: Call, weight: Anything, bias: Anything) -> Anything:
+    extra = () if bias is None else (bias,)
+    return call(torch.ops.npu.npu_swiglu.default, call(aten.linear.default, match["x"], weight, *extra))
+
+
+def _weights_refusal(match: Match, context: Context) -> Refusal | None:
+    """Both linears have constant weights of one shape and dtype, and both or none a bias."""
+    gate, up = match["gate_weight"], match["up_weight"]
+    biases = _biases(match)
+    for weight in (gate, up, *biases):
         reason = why_not_weight(context.program, weight)
         if reason is not None:
             return Refusal(f"gate and up weights must be parameters to be merged at load time: {reason}", weight)
-    if shape(weights[0]) != shape(weights[1]) or dtype(weights[0]) != dtype(weights[1]):
-        return Refusal(f"gate weight {dtype(weights[0])}{list(shape(weights[0]))} and up weight "
-                       f"{dtype(weights[1])}{list(shape(weights[1]))} do not merge", match["up_linear"])
+    if len(biases) == 1:
+        return Refusal("only one of the gate and up projections has a bias", biases[0])
+    if shape(gate) != shape(up) or dtype(gate) != dtype(up):
+        return Refusal(f"gate weight {dtype(gate)}{list(shape(gate))} and up weight {dtype(up)}{list(shape(up))} do "
+                       "not merge", match["up_linear"])
+    return None
+
+
+def _check_linears(match: Match, context: Context) -> Refusal | None:
+    refusal = _look_alike(match) or _weights_refusal(match, context)
+    if refusal is not None:
+        return refusal
     for name in ("gate_linear", "up_linear"):
         if len(match[name].users) != 1:
             return Refusal(f"{match[name].name} has other readers, merging would compute it twice", match[name])
-    merged = preview(context.editor, weights, MERGED)
+    weight = preview(context.editor, [match["gate_weight"], match["up_weight"]], MERGED)
+    bias = preview(context.editor, _biases(match), MERGED) if _biases(match) else None
     return _precision_refusal(match, dtype(match["gate_linear"])) or refused(
-        context, lambda call: _emit_linears(match, call, merged), match.anchor
+        context, lambda call: _emit_linears(match, call, weight, bias), match.anchor
     )
 
 
 def _rewrite_linears(match: Match, context: Context) -> None:
-    weights = [match["gate_weight"], match["up_weight"]]
-    merged = derived(context.program, context.editor, f"{weights[0].name}_up", weights, MERGED)
-    context.editor.replace(match.anchor, _emit_linears(match, context.editor.call, merged))
+    def merged(sources: list[fx.Node]) -> fx.Node:
+        return derived(context.program, context.editor, f"{sources[0].name}_up", sources, MERGED)
+
+    weight = merged([match["gate_weight"], match["up_weight"]])
+    bias = merged(_biases(match)) if _biases(match) else None
+    context.editor.replace(match.anchor, _emit_linears(match, context.editor.call, weight, bias))
 
 
 def _cast(product: Pattern) -> Pattern:
@@ -132,9 +170,9 @@ def _cast(product: Pattern) -> Pattern:
 _TWO = "silu(x Wgᵀ) · (x Wuᵀ)  →  npu_swiglu(x cat(Wg, Wu)ᵀ)"
 _ONE = "silu(a[first half]) · a[second half]  →  npu_swiglu(a)"
 RULES = (
-    Rule("swiglu", _TWO, _cast(LINEARS), _rewrite_linears, _check_linears, "npu_swiglu"),
-    Rule("swiglu", _TWO, LINEARS, _rewrite_linears, _check_linears, "npu_swiglu"),
-    Rule("swiglu", _ONE, _cast(HALVES), _rewrite_halves, _check_halves, "npu_swiglu"),
-    Rule("swiglu", _ONE, HALVES, _rewrite_halves, _check_halves, "npu_swiglu"),
+    Rule("swiglu", _TWO, _cast(LINEARS), _rewrite_linears, _check_linears, "npu_swiglu", NEVER),
+    Rule("swiglu", _TWO, LINEARS, _rewrite_linears, _check_linears, "npu_swiglu", NEVER),
+    Rule("swiglu", _ONE, _cast(HALVES), _rewrite_halves, _check_halves, "npu_swiglu", NEVER),
+    Rule("swiglu", _ONE, HALVES, _rewrite_halves, _check_halves, "npu_swiglu", NEVER),
 )
 """The forms with a last cast (fp32 inside) first: the shorter forms are part of them."""

@@ -1,0 +1,252 @@
+"""moe_gating_top_k: what fires, what is refused and why, and the numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from cannopy.fusion_rules.rewrite.moe_gating_top_k import RULES
+from tests.rules.moe_support import Tensor, Traced, block, captured, tokens, trace
+
+OP = "npu_moe_gating_top_k"
+
+
+@dataclass(frozen=True)
+class Router:
+    """A router written in plain PyTorch; the defaults are DeepSeek-V3's."""
+
+    activation: str = "sigmoid"
+    bias: str = "fp32"
+    groups: int = 4
+    k_group: int = 2
+    group_score: str = "two"
+    fill: float = -math.inf
+    mask: str = "ones"
+    k: int = 4
+    weights_from: str = "scores"
+    normed: bool = True
+    eps: float | None = 1e-20
+    factor: float = 2.5
+    largest: bool = True
+    sum_dim: int = -1
+    experts: int = 16
+
+    def __call__(self, logits: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        scores = self.scores(logits)
+        choice = scores
+        if self.bias in ("fp32", "bf16"):
+            choice = scores + bias
+        elif self.bias == "number":
+            choice = scores + 0.25
+        choice_all = self.masked(choice) if self.groups else choice
+        values, ids = torch.topk(choice_all, self.k, dim=-1, largest=self.largest, sorted=False)
+        if self.weights_from == "values":
+            weights = values
+        else:
+            source = {"scores": scores, "biased": choice, "masked": choice_all, "logits": logits}[self.weights_from]
+            weights = source.gather(1, ids)
+        if self.normed:
+            total = weights.sum(dim=self.sum_dim, keepdim=True)
+            weights = weights / (total if self.eps is None else total + self.eps)
+        return weights * self.factor, ids
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """Scores of every expert."""
+        if self.activation == "softmax_tokens":
+            return logits.softmax(dim=0)
+        return logits.softmax(dim=-1) if self.activation == "softmax" else getattr(logits, self.activation)()
+
+    def masked(self, choice: Tensor) -> Tensor:
+        """``choice`` with ``fill`` outside the best groups."""
+        grouped = choice.view(-1, self.groups, self.experts // self.groups)
+        rank = {
+            "two": lambda g: g.topk(2, dim=-1)[0].sum(dim=-1),
+            "three": lambda g: g.topk(3, dim=-1)[0].sum(dim=-1),
+            "max": lambda g: g.max(dim=-1)[0],
+            "amax": lambda g: g.amax(dim=-1),
+            "mean": lambda g: g.mean(dim=-1),
+        }[self.group_score](grouped)
+        ids = torch.topk(rank, self.k_group, dim=-1, sorted=False)[1]
+        if self.mask == "reference":
+            drop = rank.new_ones(rank.shape, dtype=torch.bool).scatter(1, ids, False)
+            return grouped.masked_fill(drop.unsqueeze(-1), self.fill).flatten(1)
+        keep = torch.zeros_like(rank).scatter(1, ids, 1)
+        keep = keep.unsqueeze(-1).expand(-1, self.groups, self.experts // self.groups).reshape(-1, self.experts)
+        return choice.masked_fill(~keep.bool(), self.fill)
+
+    def traced(self, rows: int = 9, seed: int = 0) -> Traced:
+        """The router on random logits whose choice is clear."""
+        generator = torch.Generator().manual_seed(seed)
+        logits = 2 * torch.randn((rows, self.experts), generator=generator)
+        bias = 0.2 * torch.randn(self.experts, generator=generator)
+        return trace(self, logits, bias.bfloat16() if self.bias == "bf16" else bias, parameters=[1])
+
+    def exact(self, logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """(dense weights [T, E], chosen [T, E]) in float64, row by row."""
+        dense = torch.zeros(logits.shape, dtype=torch.float64)
+        chosen = torch.zeros(logits.shape, dtype=torch.bool)
+        for t, row in enumerate(logits.double()):
+            scores = 1 / (1 + (-row).exp()) if self.activation == "sigmoid" else row.exp() / row.exp().sum()
+            choice = scores + bias.double() if self.bias == "fp32" else scores
+            pool = set(range(self.experts))
+            if self.groups:
+                size = self.experts // self.groups
+                best = 2 if self.group_score == "two" else 1
+                rank = [sum(sorted(choice[g * size:(g + 1) * size].tolist())[-best:]) for g in range(self.groups)]
+                kept = sorted(range(self.groups), key=lambda g: -rank[g])[: self.k_group]
+                pool = {g * size + i for g in kept for i in range(size)}
+            picks = sorted(pool, key=lambda e: -float(choice[e]))[: self.k]
+            total = sum(float(scores[e]) for e in picks) + (self.eps or 0) if self.normed else 1.0
+            for e in picks:
+                dense[t, e] = float(scores[e]) / total * self.factor
+                chosen[t, e] = True
+        return dense, chosen
+
+
+def spread(weights: Tensor, ids: Tensor, experts: int = 16) -> Tensor:
+    """Weights [T, E], zero where not chosen."""
+    return torch.zeros((ids.shape[0], experts), dtype=weights.dtype).scatter(1, ids, weights)
+
+
+SOFTMAX = Router(activation="softmax", bias="none", normed=False, group_score="max", fill=0.0, factor=16.0)
+FIRES: dict[str, tuple[Router, dict[str, Any]]] = {
+    "v3": (Router(), {"k_group": 2, "group_count": 4, "group_select_mode": 1, "norm_type": 1, "eps": 1e-20,
+                      "routed_scaling_factor": 2.5}),
+    "reference mask": (Router(mask="reference"), {"group_count": 4, "group_select_mode": 1}),
+    "best of group": (Router(group_score="max"), {"group_select_mode": 0}),
+    "amax of group": (Router(group_score="amax"), {"group_select_mode": 0}),
+    "no groups": (Router(groups=0), {"k_group": 1, "group_count": 1}),
+    "one group": (Router(groups=1, k_group=1), {"k_group": 1, "group_count": 1}),
+    "no factor": (Router(factor=1.0), {"routed_scaling_factor": 1.0}),
+    "no eps": (Router(eps=None), {"eps": 0.0}),
+    "large eps": (Router(eps=0.1), {"eps": 0.1}),
+    "no bias, 0.0 mask": (Router(bias="none", fill=0.0), {"bias": None, "group_count": 4}),
+    "v2": (SOFTMAX, {"norm_type": 0, "group_select_mode": 0, "routed_scaling_factor": 16.0}),
+    "v2 by values": (replace(SOFTMAX, weights_from="values"), {"norm_type": 0, "routed_scaling_factor": 16.0}),
+    "softmax values": (replace(SOFTMAX, weights_from="values", groups=0, factor=1.0), {"norm_type": 0}),
+    "softmax, renormalised after": (replace(SOFTMAX, groups=0, normed=True, factor=1.0), {"norm_type": 0}),
+    "decode of one token": (Router(k=1), {"k_group": 2}),
+}
+
+
+@pytest.mark.parametrize("name", FIRES)
+def test_fires_on_exact_forms(name: str) -> None:
+    router, expected = FIRES[name]
+    before = router.traced()
+    after, log = before.fused(RULES)
+    assert log.counts() == {"moe_gating_top_k": 1}
+    assert log.misses == []
+    (call,) = after.calls(OP)
+    assert {k: call[k] for k in expected} == expected
+    assert "aten.topk.default" not in after.operations()
+    weights, ids = after.run()
+    assert ids.dtype == torch.int64
+    logits, bias = before.values.values()
+    dense, chosen = router.exact(logits, bias)
+    assert torch.equal(spread(torch.ones_like(weights), ids).bool(), chosen)
+    torch.testing.assert_close(spread(weights, ids).double(), dense, rtol=1e-6, atol=1e-12)
+    old_weights, old_ids = before.run()
+    torch.testing.assert_close(spread(weights, ids), spread(old_weights, old_ids), rtol=1e-6, atol=0.0)
+
+
+REFUSES: dict[str, tuple[Router, str]] = {
+    "biased weights": (Router(weights_from="biased"), "the weights are taken from biased scores"),
+    "masked weights": (Router(weights_from="masked"), "the weights are taken from biased scores"),
+    "biased values": (Router(activation="softmax", weights_from="values", normed=False), "taken from biased scores"),
+    "logits as weights": (Router(weights_from="logits"), "the weights are taken from something else"),
+    "not normed": (Router(normed=False), "the sigmoid scores are not divided by (their sum + eps)"),
+    "summed over tokens": (Router(sum_dim=0), "not divided by the sum over the chosen experts"),
+    "0.0 mask with bias": (Router(fill=0.0), "dropped experts get the score 0.0, not -inf"),
+    "other mask": (Router(fill=-1.0), "dropped experts get the score -1"),
+    "top three": (Router(group_score="three"), "a group's score is the sum of its 3 best"),
+    "mean of group": (Router(group_score="mean"), "found aten.mean"),
+    "smallest": (Router(largest=False), "does not take the largest scores"),
+    "bf16 bias": (Router(bias="bf16"), "the bias is torch.bfloat16"),
+    "number as bias": (Router(bias="number"), "the bias must be a tensor of shape [16]"),
+    "tanh": (Router(activation="tanh"), "found aten.tanh"),
+    "softmax over tokens": (replace(SOFTMAX, activation="softmax_tokens"), "the softmax is not over the experts"),
+    "groups of two": (Router(groups=8, k_group=4), "[clause group-size"),
+    "too many groups": (Router(experts=512, groups=128, k_group=4), "[clause aligned-groups"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSES)
+def test_refuses(name: str) -> None:
+    router, reason = REFUSES[name]
+    before = router.traced()
+    after, log = before.fused(RULES)
+    assert log.hits == []
+    assert [m.reason for m in log.misses if reason in m.reason], [m.reason for m in log.misses]
+    assert after.operations() == before.operations()
+    assert all(torch.equal(a, b) for a, b in zip(after.run(), before.run(), strict=True))
+
+
+def test_refuses_scores_in_bf16() -> None:
+    router = Router(bias="none")
+    logits = torch.randn((9, 16), generator=torch.Generator().manual_seed(0)).bfloat16()
+    _, log = trace(router, logits, torch.zeros(16)).fused(RULES)
+    assert log.hits == []
+    assert any("chosen by torch.bfloat16 scores" in m.reason for m in log.misses)
+
+
+def test_refuses_logits_of_rank_three() -> None:
+    def route(logits: Tensor) -> tuple[Tensor, Tensor]:
+        scores = logits.sigmoid()
+        ids = scores.topk(4, dim=-1)[1]
+        weights = scores.gather(2, ids)
+        return weights / (weights.sum(-1, keepdim=True) + 1e-20), ids
+
+    _, log = trace(route, torch.randn(2, 3, 16)).fused(RULES)
+    assert log.hits == []
+    assert any("the logits must be [tokens, experts]" in m.reason for m in log.misses)
+
+
+def test_other_ids_for_the_weights_do_not_match() -> None:
+    def route(logits: Tensor) -> tuple[Tensor, Tensor]:
+        scores = logits.sigmoid()
+        ids = scores.topk(4, dim=-1)[1]
+        weights = scores.gather(1, ids)
+        other = scores.gather(1, (ids + 1) % 16)
+        return weights / (other.sum(-1, keepdim=True) + 1e-20), ids
+
+    _, log = trace(route, torch.randn(3, 16)).fused(RULES)
+    assert log.hits == []
+    assert any("the same picked" in m.reason for m in log.misses), log.misses
+
+
+def test_other_readers_of_scores_stay() -> None:
+    def route(logits: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        weights, ids = Router()(logits, bias)
+        return weights, ids, logits.sigmoid(), torch.nn.functional.one_hot(ids, 16).sum(1)
+
+    inputs = (torch.randn((5, 16), generator=torch.Generator().manual_seed(3)), torch.zeros(16))
+    before = trace(route, *inputs)
+    after, log = before.fused(RULES)
+    assert log.counts() == {"moe_gating_top_k": 1}
+    assert "aten.sigmoid.default" in after.operations()
+    old, new = before.run(), after.run()
+    torch.testing.assert_close(spread(new[0], new[1]), spread(old[0], old[1]), rtol=1e-6, atol=0.0)
+    assert torch.equal(new[2], old[2])
+    assert torch.equal(new[3], old[3])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(("batch", "length"), [(1, 1), (1, 96), (8, 1)])
+def test_fires_on_the_stock_router(dtype: torch.dtype, batch: int, length: int) -> None:
+    gate = block(dtype).gate
+    x = tokens(batch, length, 64, dtype)
+    before = captured(gate, x)
+    after, log = before.fused(RULES)
+    assert log.counts() == {"moe_gating_top_k": 1}
+    (call,) = after.calls(OP)
+    assert (call["k_group"], call["group_count"], call["eps"]) == (2, 4, 1e-20)
+    (logits, weights, ids), (old_logits, old_weights, old_ids) = after.run(), before.run()
+    assert torch.equal(logits, old_logits)
+    torch.testing.assert_close(spread(weights, ids), spread(old_weights, old_ids), rtol=1e-6, atol=0.0)
+    exact = x.double().reshape(-1, 64) @ gate.weight.double().T
+    dense, _ = Router().exact(exact.detach(), gate.e_score_correction_bias)
+    torch.testing.assert_close(spread(weights, ids).double(), dense, rtol=2e-6, atol=1e-12)

@@ -1,0 +1,69 @@
+"""linear(x, W [N, K], bias)  →  mm(x, Wᵀ [K, N]) with Wᵀ built once at load time.
+
+torchair lowers a linear to Transpose(W) and MatMul in every step. The stored form is the one that cube kernels read:
+K-major, and FRACTAL_NZ on a device for 16-bit weights (fp32 weights stay ND).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+from torch import fx
+
+from cannopy.fx_passes.graph import Editor, aten, dtype, is_call, shape
+from cannopy.fx_passes.program import Program
+from cannopy.fx_passes.weight_plan import derived, why_not_weight
+
+NZ_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def run(program: Program) -> int:
+    """Rewrite every linear whose weight is constant over the steps; the number rewritten."""
+    editor = Editor(program.gm)
+    changes = 0
+    for node in list(editor.graph.nodes):
+        if is_call(node, aten.linear.default) and why_not_weight(program, node.args[1]) is None:
+            changes += _linear(program, editor, node)
+    editor.sweep()
+    _drop_unread(program, editor)
+    return changes
+
+
+def _linear(program: Program, editor: Editor, node: fx.Node) -> int:
+    x, weight = cast(fx.Node, node.args[0]), cast(fx.Node, node.args[1])
+    if len(shape(weight)) != 2 or not shape(x)[:-1]:
+        return 0
+    bias = node.args[2] if len(node.args) > 2 else None
+    rows = math.prod(shape(node)[:-1])
+    with editor.before(node):
+        flat = editor.reshape(x, [rows, shape(x)[-1]])
+        transposed = _transposed(program, editor, weight)
+        product = (
+            editor.call(aten.mm.default, flat, transposed)
+            if bias is None
+            else editor.call(aten.addmm.default, bias, flat, transposed)
+        )
+        editor.replace(node, editor.reshape(product, shape(node)))
+    return 1
+
+
+def _transposed(program: Program, editor: Editor, weight: fx.Node) -> fx.Node:
+    """The placeholder of ``weight`` transposed; a derived weight is transposed in its own recipe."""
+    nz = dtype(weight) in NZ_DTYPES
+    entry = next((e for e in program.weights if e.name == weight.name), None)
+    if entry is None:
+        return derived(program, editor, f"{weight.name}_t", [weight], "w[0].t()", nz=nz)
+    by_name = {n.name: n for n in editor.graph.nodes if n.op == "placeholder"}
+    sources = [by_name[s] for s in entry.sources]
+    return derived(program, editor, f"{weight.name}_t", sources, f"({entry.recipe}).t()", nz=nz)
+
+
+def _drop_unread(program: Program, editor: Editor) -> None:
+    """Forget derived weights that no node and no other recipe reads any more."""
+    sources = {s for e in program.weights for s in e.sources}
+    for node in [n for n in editor.graph.nodes if n.op == "placeholder" and not n.users]:
+        if node.name not in sources and any(e.name == node.name for e in program.weights):
+            program.weights[:] = [e for e in program.weights if e.name != node.name]
+            editor.graph.erase_node(node)

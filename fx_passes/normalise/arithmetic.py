@@ -18,7 +18,8 @@ SCALAR_OVERLOADS = {
     aten.div.Scalar: aten.div.Tensor,
 }
 ONE_ROUNDING = (torch.float32, torch.float64)
-"""Where rsqrt(x) equals 1 / sqrt(x): the narrow types round the root before it is inverted."""
+"""Where rsqrt(x) is within two units in the last place of 1 / sqrt(x): the narrow types round the root to 8 or 11
+bits before it is inverted."""
 
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 

@@ -4,7 +4,7 @@ nothing  →  x; copy(x, y)  →  y in x's dtype and shape."""
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -27,6 +27,7 @@ def run(program: Program) -> int:
         source = _passed_through(node)
         if source is not None:
             editor.replace(node, source)
+            _erase(editor, node)
             changes += 1
         elif is_call(node, aten.expand.default):
             changes += _explicit_expand(node)
@@ -36,6 +37,14 @@ def run(program: Program) -> int:
             changes += _functional_copy(editor, node)
     editor.sweep()
     return changes
+
+
+def _erase(editor: Editor, node: fx.Node) -> None:
+    """Erase ``node`` and the dropout it came from: dead-code removal keeps whatever may draw random numbers."""
+    origin = node.args[0]
+    editor.graph.erase_node(node)
+    if is_call(origin, aten.native_dropout.default) and not cast(fx.Node, origin).users:
+        editor.graph.erase_node(cast(fx.Node, origin))
 
 
 def _passed_through(node: fx.Node) -> fx.Node | None:

@@ -1,4 +1,4 @@
-"""Small programs for the tests of passes: traced from a function, run on real tensors."""
+"""Small programs for the tests of passes: traced from a function or built node by node, run on real tensors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -16,24 +17,48 @@ from cannopy.fx_passes.program import InputSpec, OutputSpec, Program
 Tensor = torch.Tensor
 
 
-def program_of(fn: Callable[..., Any], *inputs: Tensor, trace: bool = True, mutated: Sequence[int] = ()) -> Program:
+def program_of(fn: Callable[..., Any], *inputs: Tensor, mutated: Sequence[int] = ()) -> Program:
     """The ATen graph of ``fn`` with fake values. Inputs numbered in ``mutated`` get a trailing ``copy_``.
 
     ``fn`` returns its results, then one new value per mutated input.
     """
-    traced = make_fx(functionalize(fn), tracing_mode="fake")(*inputs) if trace else fn
-    graph: fx.Graph = traced.graph
-    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    output = next(iter(reversed(graph.nodes)))
+    return _finish(make_fx(functionalize(fn), tracing_mode="fake")(*inputs), inputs, mutated)
+
+
+def built(build: Callable[..., Any], *inputs: Tensor, mutated: Sequence[int] = ()) -> Program:
+    """The program of exactly the nodes that ``build(call, *placeholders)`` makes with ``call(target, *args)``."""
+    graph = fx.Graph()
+    mode = FakeTensorMode()
+    placeholders = []
+    for i, x in enumerate(inputs):
+        node = graph.placeholder(f"x{i}")
+        node.meta["val"] = mode.from_tensor(x)
+        placeholders.append(node)
+
+    def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = graph.call_function(target, args, kwargs)
+        fakes, options = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with mode:
+            node.meta["val"] = target(*fakes, **options)
+        return node
+
+    results = build(call, *placeholders)
+    graph.output(tuple(results) if isinstance(results, list | tuple) else (results,))
+    return _finish(fx.GraphModule(torch.nn.Module(), graph), inputs, mutated)
+
+
+def _finish(gm: fx.GraphModule, inputs: Sequence[Tensor], mutated: Sequence[int]) -> Program:
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    output = next(iter(reversed(gm.graph.nodes)))
     results = output.args[0]
     results = list(results) if isinstance(results, list | tuple) else [results]
     keep = results[: len(results) - len(mutated)]
-    with graph.inserting_before(output):
+    with gm.graph.inserting_before(output):
         for index, value in zip(mutated, results[len(keep) :], strict=True):
-            copy = graph.call_function(aten.copy_.default, (placeholders[index], value))
+            copy = gm.graph.call_function(aten.copy_.default, (placeholders[index], value))
             copy.meta["val"] = placeholders[index].meta["val"]
     output.args = (tuple(keep),)
-    for number, node in enumerate(graph.nodes):
+    for number, node in enumerate(gm.graph.nodes):
         if node.op == "call_function":
             node.meta["source"] = f"model.py:{number}"
     specs = [
@@ -41,19 +66,28 @@ def program_of(fn: Callable[..., Any], *inputs: Tensor, trace: bool = True, muta
                   mutated=i in mutated)
         for i, (n, x) in enumerate(zip(placeholders, inputs, strict=True))
     ]
-    traced.recompile()
-    return Program(traced, specs, OutputSpec("", ()))
+    gm.recompile()
+    return Program(gm, specs, OutputSpec("", ()))
+
+
+def bind(program: Program, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """(what the graph takes, the callers' tensors): clones of ``inputs`` through their views, and derived weights."""
+    clones = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x) for x in inputs]
+    by_name = {
+        s.name: x if s.view is None else x.view(s.view) for x, s in zip(clones, program.inputs, strict=True)
+    }
+    for weight in program.weights:
+        by_name[weight.name] = weight.build([by_name[s] for s in weight.sources])
+    return [by_name[n.name] for n in program.gm.graph.nodes if n.op == "placeholder"], clones
 
 
 def run(program: Program, *inputs: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """(outputs, inputs afterwards) of the program on clones of ``inputs`` (bound through their views)."""
-    clones = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x) for x in inputs]
-    bound = [x if s.view is None else x.view(s.view) for x, s in zip(clones, program.inputs, strict=True)]
+    """(outputs, inputs afterwards) of the program on clones of ``inputs``."""
+    bound, clones = bind(program, inputs)
     program.gm.recompile()
     with torch.no_grad():
         results = program.gm(*bound)
-    results = [results] if isinstance(results, Tensor) else list(results)
-    return results, clones
+    return [results] if isinstance(results, Tensor) else list(results), clones
 
 
 def targets(program: Program) -> list[str]:

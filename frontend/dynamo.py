@@ -123,8 +123,7 @@ class _Backend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list[torch.Tensor]) -> fx.GraphModule:
         # Dynamo drops `grapharg` and its record of side effects as soon as the backend returns.
-        placeholders = gm.graph.find_nodes(op="placeholder")
-        self.sources = [_source_name(n.meta["grapharg"].source) for n in placeholders]
+        self.sources = [_source_name(n.meta["grapharg"].source) for n in _placeholders(gm)]
         self.effects = _effects(InstructionTranslator.current_tx().output.side_effects)
         self.gm, self.example_inputs, self.context = gm, list(example_inputs), TracingContext.get()
         return gm
@@ -202,6 +201,18 @@ def trace(method: types.MethodType, args: tuple[Any, ...], kwargs: Mapping[str, 
     return Trace(backend.gm, backend.example_inputs, backend.sources, backend.context, backend.effects, rebuild)
 
 
+def _placeholders(gm: fx.GraphModule) -> list[fx.Node]:
+    return list(gm.graph.find_nodes(op="placeholder"))
+
+
+def _lowerable(tensor: torch.Tensor, placeholder: fx.Node) -> torch.Tensor:
+    """What stands for ``tensor`` in AOTAutograd, which cannot wrap one made in inference mode that requires grad."""
+    if not tensor.is_inference():
+        return tensor
+    fake: torch.Tensor = placeholder.meta["example_value"]
+    return fake.requires_grad_(False)
+
+
 def lower(trace: Trace) -> Lowered:
     """AOTAutograd's functional inference graph of ``trace.gm`` on fake inputs."""
     seen: list[Lowered] = []
@@ -210,7 +221,8 @@ def lower(trace: Trace) -> Lowered:
         seen.append(Lowered(gm, TracingContext.get().fw_metadata))
         return gm.forward
 
+    inputs = [_lowerable(t, n) for t, n in zip(trace.example_inputs, _placeholders(trace.gm), strict=True)]
     with _quiet_tracing(), tracing(trace.context), get_metrics_context():
-        aot_autograd(fw_compiler=compiler, keep_inference_input_mutations=True)(trace.gm, trace.example_inputs)
+        aot_autograd(fw_compiler=compiler, keep_inference_input_mutations=True)(trace.gm, inputs)
     (lowered,) = seen
     return lowered

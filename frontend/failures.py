@@ -6,6 +6,7 @@ import re
 import traceback
 from typing import Any
 
+import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
@@ -23,6 +24,7 @@ _REMEDIES = (
     ("graph_break", "the model asks for a graph break", "remove the call of torch._dynamo.graph_break"),
     ("logging", "the model logs or prints", "remove the call, or guard it by `if not torch.compiler.is_compiling()`"),
     ("print", "the model logs or prints", "remove the call, or guard it by `if not torch.compiler.is_compiling()`"),
+    ("inplace view", "the method changes an input's shape or strides in place", "use the form without underscore"),
     ("nn.Parameter", "the model makes parameters or modules while it runs", "create them in __init__"),
 )
 """Part of Dynamo's message → reason, cure. The first that fits counts."""
@@ -45,12 +47,14 @@ def from_dynamo(error: BaseException) -> CaptureError:
     where = provenance.innermost(frames)
     message = str(error)
     head = message.splitlines()[0] if message else type(error).__name__
+    explanation = _EXPLANATION.search(message)
+    # Dynamo's hints mention print and logging for all kinds of faults, so they are left out.
+    told = f"{head} {explanation[1] if explanation else ''} {message.partition('Developer debug context')[2]}"
     for needle, reason, remedy in _REMEDIES:
-        if needle in head or needle in message.partition("Developer debug context")[2]:
+        if needle in told:
             if _in_experts(frames, where):
                 remedy = EXPERTS_REMEDY
             return CaptureError.at(where, f"cannot capture one graph: {reason}", remedy)
-    explanation = _EXPLANATION.search(message)
     detail = f"{head}: {explanation[1]}" if explanation else head
     cause = error.__cause__
     if head.startswith("Observed exception") and cause is not None:
@@ -68,7 +72,8 @@ def _observed(cause: BaseException) -> str:
 
 def from_aot(error: BaseException) -> CaptureError:
     """The refusal for an exception of AOTAutograd."""
-    where = provenance.innermost(_frames(error) or traceback.extract_tb(error.__traceback__))
+    # The interpreter that runs the graph writes the failing node's own stack into the message.
+    where = provenance.of_stack_text(str(error))
     head = (str(error) or type(error).__name__).splitlines()[0]
     return CaptureError.at(
         where, f"cannot make the graph functional: {head}", "rewrite the operation named here without in-place effects"
@@ -119,12 +124,18 @@ def readable(source: str) -> str:
 
 
 def check_static(graph: fx.Graph) -> None:
-    """Refuses values and sizes of Dynamo's ``graph`` that are not known before the run.
+    """Refuses values, sizes and storages of Dynamo's ``graph`` that are not known before the run.
 
     Raises:
         CaptureError: names the line that reads a tensor's value or makes a size from one.
     """
     for node in graph.nodes:
+        if node.target in (torch.Tensor.set_, "set_", "resize_"):
+            raise CaptureError.at(
+                provenance.of_node(node),
+                "the method gives a tensor other memory (.data = …, set_, resize_)",
+                "copy into the tensor instead: copy_, index_copy_",
+            )
         if node.op != "output" and _symbolic(node.meta.get("example_value")):
             raise _data_dependent(node)
 

@@ -39,7 +39,8 @@ def describe(trace: Trace, metadata: Any, paths: list[str], call: Call) -> tuple
     result = trace.rebuild(markers)
     known = {id(t): path for t, path in zip(trace.example_inputs, paths, strict=True)}
     own = dict(_objects_of(call)) | known
-    flat, spec = pytree.tree_flatten(result, is_leaf=lambda v: id(v) in own)
+    # pytree takes a Size apart and puts a tuple together.
+    flat, spec = pytree.tree_flatten(result, is_leaf=lambda v: id(v) in own or isinstance(v, torch.Size))
     index_of = {id(m): i for i, m in enumerate(markers)}
     kept: list[int] = []
     leaves: list[Leaf] = []
@@ -77,7 +78,7 @@ def _objects_of(call: Call) -> Iterator[tuple[int, str]]:
     """Identity and path of the module and of everything the caller passed that is compared by identity."""
 
     def visit(value: Any, path: Path) -> Iterator[tuple[int, str]]:
-        if isinstance(value, (*_CONSTANTS, torch.Size)) or value == ():
+        if isinstance(value, _CONSTANTS) or value == ():
             return
         yield id(value), str(path)
         if isinstance(value, list | tuple):

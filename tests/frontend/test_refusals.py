@@ -229,6 +229,11 @@ class ReplacesData(Base):
         return self.weight + 1
 
 
+class ReplacesShape(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(2, 2).t_() + x.t_()
+
+
 class ReadsNumpy(Base):
     def forward(self, x: torch.Tensor, y: Any) -> torch.Tensor:
         return x + torch.from_numpy(y)
@@ -253,13 +258,14 @@ class ReinterpretsInput(Base):
     ("model", "more", "reason"),
     [
         (Overlapping, (), "self.kv, self.flat"),
-        (ReplacesData, (), "storage of self.weight"),
+        (ReplacesData, (), "other memory"),
+        (ReplacesShape, (), "changes an input's shape"),
         (ReadsNumpy, (np.ones(4, dtype=np.float32),), "from_numpy"),
         (ReinterpretsInput, (), "torch.int32"),
     ],
 )
 def test_bindings_that_no_graph_can_have(model: type[nn.Module], more: tuple[Any, ...], reason: str) -> None:
-    with pytest.raises(CaptureError, match="(?s).*") as caught:
+    with pytest.raises(CaptureError) as caught:
         capture(model(), "forward", (torch.ones(4), *more))
     assert reason in caught.value.reason
     assert caught.value.remedy
@@ -286,7 +292,7 @@ class _Adds(nn.Module):
 def test_a_method_that_is_no_method_is_refused() -> None:
     model = _Adds()
     model.forward = torch.compile(model.forward, backend="eager")  # type: ignore[method-assign]
-    with pytest.raises(CaptureError, match="torch.compile"):
+    with pytest.raises(CaptureError, match=r"torch\.compile"):
         capture(model, "forward", (torch.ones(4),))
     with pytest.raises(CaptureError, match="not a method"):
         capture(model, "absent", (torch.ones(4),))

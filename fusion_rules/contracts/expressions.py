@@ -93,7 +93,7 @@ class Expression:
 
 _NODES = (
     *(ast.BoolOp, ast.boolop, ast.Compare, ast.BinOp, ast.UnaryOp, ast.Not, ast.USub, ast.Name, ast.Load),
-    *(ast.Constant, ast.List, ast.Tuple, ast.Subscript, *_BINARY, *_COMPARE),
+    *(ast.Constant, ast.List, ast.Tuple, ast.Subscript, ast.Slice, *_BINARY, *_COMPARE),
 )
 
 
@@ -116,6 +116,9 @@ def _evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
             return [_evaluate(item, names) for item in items]
         case ast.Attribute(value=inner, attr=attr):
             return getattr(_evaluate(inner, names), attr)
+        case ast.Subscript(value=inner, slice=ast.Slice(lower=lower, upper=upper, step=None)):
+            start = None if lower is None else _evaluate(lower, names)
+            return _evaluate(inner, names)[start : None if upper is None else _evaluate(upper, names)]
         case ast.Subscript(value=inner, slice=index):
             return _evaluate(inner, names)[_evaluate(index, names)]
         case ast.UnaryOp(op=ast.Not(), operand=inner):

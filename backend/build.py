@@ -89,7 +89,7 @@ def lookup(
             hit = Lookup(identity, "hit", "", found.path, compiled)
             compiled.report["cache"] = hit.report()
             return hit
-    store.set_aside(found.path, reason)
+    store.set_aside(found.path, reason, found.inode)
     return Lookup(identity, "rebuilt", reason, found.path)
 
 

@@ -58,12 +58,13 @@ class Content:
 
 @dataclass(frozen=True)
 class Found:
-    """Result of a look-up. ``content`` is there on a hit only."""
+    """Result of a look-up. ``content`` is there on a hit only; ``inode`` is that of the folder that was read."""
 
     status: Literal["hit", "miss", "corrupt"]
     path: Path
     reason: str
     content: Content | None = None
+    inode: int = 0
 
 
 def default_cache_dir() -> Path:
@@ -103,20 +104,23 @@ def entry_path(cache_dir: Path, model_class: str, key: str) -> Path:
 def find(cache_dir: Path, model_class: str, fingerprint: Fingerprint) -> Found:
     """The entry of `fingerprint`, verified and read into memory, or why there is none."""
     path = entry_path(cache_dir, model_class, fingerprint.key)
-    try:
-        check_owner(path)
-        content = read_entry(path)
-    except FileNotFoundError:
-        if (path / MANIFEST).exists():
-            return Found("corrupt", path, "a file of the entry is missing")
-        if path.exists():
-            return Found("corrupt", path, f"{MANIFEST} is missing")
-        return Found("miss", path, miss_reason(cache_dir, model_class, fingerprint))
-    except (CorruptError, CacheFolderError, NotADirectoryError, IsADirectoryError) as e:
-        return Found("corrupt", path, str(e))
-    if manifest.fingerprint(content.body).key != fingerprint.key:
-        return Found("corrupt", path, "the manifest is of another key")
-    return Found("hit", path, "", content)
+    reason, inode = "", 0
+    for _ in range(3):  # an entry can appear, or be replaced, between two steps of a reading
+        try:
+            inode = path.stat().st_ino
+            check_owner(path)
+            content = read_entry(path)
+        except FileNotFoundError as e:
+            if not path.exists():
+                return Found("miss", path, miss_reason(cache_dir, model_class, fingerprint))
+            reason = f"{Path(e.filename).name} is missing"
+        except (CorruptError, CacheFolderError, NotADirectoryError, IsADirectoryError) as e:
+            return Found("corrupt", path, str(e), inode=inode)
+        else:
+            if manifest.fingerprint(content.body).key != fingerprint.key:
+                return Found("corrupt", path, "the manifest is of another key", inode=inode)
+            return Found("hit", path, "", content, inode)
+    return Found("corrupt", path, reason, inode=inode)
 
 
 def read_entry(path: Path) -> Content:
@@ -171,9 +175,11 @@ def write_private(path: Path, data: bytes) -> None:
         os.fsync(f.fileno())
 
 
-def set_aside(path: Path, reason: str) -> None:
-    """Rename a bad entry out of the way; nothing happens if somebody else did."""
+def set_aside(path: Path, reason: str, inode: int) -> None:
+    """Rename a bad entry out of the way, if the folder with `inode` is still there and not already replaced."""
     try:
+        if path.stat().st_ino != inode:
+            return
         path.rename(path.with_name(f".aside-{path.name}-{os.getpid()}-{secrets.token_hex(4)}"))
     except FileNotFoundError:
         return
@@ -226,15 +232,15 @@ def _rename_into_place(staging: Path, final: Path) -> None:
             if not final.exists():
                 raise
             logger.debug("compile cache: %s is taken (%s)", final, e)
+        inode = 0
         try:
+            inode = final.stat().st_ino
             read_entry(final)
             return  # somebody published the same compilation first
-        except FileNotFoundError:
-            if not final.exists():
-                continue
-            set_aside(final, "a file is missing")
-        except (CorruptError, NotADirectoryError) as e:
-            set_aside(final, str(e))
+        except FileNotFoundError as e:
+            set_aside(final, f"{Path(e.filename).name} is missing", inode)
+        except (CorruptError, NotADirectoryError, IsADirectoryError) as e:
+            set_aside(final, str(e), inode)
     raise OSError(f"could not publish {final}: its place was taken eight times by entries that are not valid")
 
 

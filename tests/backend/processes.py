@@ -1,4 +1,4 @@
-"""Starts `tests.backend.child` processes."""
+"""Starts processes for the cache tests."""
 
 from __future__ import annotations
 
@@ -6,31 +6,43 @@ import json
 import os
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def start(engine: str, cache_dir: Path, *code: str, cwd: Path = ROOT, **env: str) -> subprocess.Popen[str]:
-    """A child process; its output is JSON in the last line."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.backend.child", engine, str(cache_dir), *code],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+def run(cache_dir: Path) -> dict[str, Any]:
+    """What a fresh `tests.backend.child` process prints."""
+    child = subprocess.run(
+        [sys.executable, "-m", "tests.backend.child", str(cache_dir)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
         text=True,
+        timeout=600,
     )
+    assert child.returncode == 0, child.stderr
+    return dict(json.loads(child.stdout.splitlines()[-1]))
 
 
-def finish(child: subprocess.Popen[str]) -> dict[str, Any]:
-    """What the child printed; its standard error in the assertion if it failed."""
-    out, err = child.communicate(timeout=300)
-    assert child.returncode == 0, err
-    return dict(json.loads(out.splitlines()[-1]))
+def fork(work: Callable[[], None]) -> int:
+    """Run `work` in a forked process; the process id. `work` must not compute with torch."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        work()
+        status = 0
+    except Exception:  # noqa: BLE001 whatever it is, the parent must learn of it
+        traceback.print_exc()
+    finally:
+        os._exit(status)
 
 
-def run(engine: str, cache_dir: Path, *code: str, **kwargs: Any) -> dict[str, Any]:
-    """`start` and `finish`."""
-    return finish(start(engine, cache_dir, *code, **kwargs))
+def wait(pids: list[int]) -> None:
+    """Wait for forked processes; each must have succeeded."""
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0] * len(pids)

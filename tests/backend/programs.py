@@ -95,7 +95,7 @@ def tiny_program(model: Tiny, x: torch.Tensor, cache: Cache) -> Program:
             pytree.treespec_dumps(pytree.tree_structure({"cache": 0, "y": 0})),
             (("source", "args[1]"), ("tensor", 0)),
         ),
-        weights=[WeightEntry("w", ("weight",), "(w[0] * 2.0).t()")],
+        weights=[WeightEntry("w", ("weight",), f"(w[0] * {model.factor}).t()")],
     )
 
 

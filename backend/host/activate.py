@@ -26,6 +26,7 @@ def activate() -> None:
     from cannopy.backend.host.engine import HostGraph
 
     _lazy_torchair.CompilerConfig  # noqa: B018 the import is lazy; this runs it
+    from torchair._ge_concrete_graph import compat_ir
     from torchair.core import _backend, _torchair
 
     if kernels.registered_product() is None:
@@ -37,6 +38,7 @@ def activate() -> None:
     target.replace_everywhere("TorchNpuGraph", _backend.TorchNpuGraph, HostGraph)
     _torchair.get_registered_ir_def = _every_ir_is_known
     _torchair.check_cann_compat = _everything_is_compatible
+    compat_ir.is_cann_compat.cache_clear()
 
 
 def is_active() -> bool:

@@ -99,7 +99,7 @@ class _Batch:
         return sorted(wide, key=lambda g: min(self.order[n] for n in g))
 
     def _batchable(self, user: fx.Node, value: fx.Node) -> bool:
-        if not is_call(user, *ARITHMETIC, *METADATA) or user in self.rows:
+        if not is_call(user, *ARITHMETIC, *METADATA) or user in self.rows or user not in self.order:
             return False
         used = [n for n in user.all_input_nodes if n in self.rows]
         times = sum(a is value for a in user.args)

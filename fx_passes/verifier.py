@@ -47,8 +47,8 @@ class Verifier:
         graph = program.gm.graph
         self._order(graph)
         self._functional(graph)
-        self._values(graph)
         self._placeholders(program)
+        self._values(graph)
         self._mutations(program)
         self._outputs(graph)
         self._provenance(graph)
@@ -125,7 +125,7 @@ class Verifier:
             raise VerifyError("inputs", None, "one placeholder for each input and derived weight",
                               f"no match for {missing}")
         for name, (shape, dtype) in kinds.items():
-            value = found[name].meta["val"]
+            value = found[name].meta.get("val")
             if isinstance(value, torch.Tensor) and (tuple(value.shape), value.dtype) != (tuple(shape), dtype):
                 raise VerifyError("inputs", found[name], f"{dtype}{list(shape)} as it is bound", dump.kind(value))
 

@@ -1,0 +1,48 @@
+"""Slices that make up a whole dim become one split."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cannopy.fx_passes import merge_slices
+from cannopy.fx_passes.graph import aten
+from cannopy.fx_passes.verifier import Verifier
+from tests.passes.graphs import count, program_of, run, same
+
+X = torch.randn(3, 12)
+
+MERGED = {
+    "halves": (lambda x: (x[:, :6] * 2, x[:, 6:]), [[6, 6]], 0),
+    "uneven, out of order": (lambda x: (x[:, 7:], x[:, 2:7], x[:, :2]), [[2, 5, 5]], 0),
+    "one part twice": (lambda x: (x[:, :4], x[:, 4:], x[:, 4:] + 1), [[4, 8]], 0),
+    "a larger slice beside the parts": (lambda x: (x[:, :4], x[:, 4:8], x[:, 8:], x[:, 4:]), [[4, 4, 4]], 1),
+    "two dims": (lambda x: (x[:1], x[1:], x[:, :4], x[:, 4:]), [[1, 2], [4, 8]], 0),
+}
+KEPT = {
+    "gap": lambda x: (x[:, :4], x[:, 6:]),
+    "overlap": lambda x: (x[:, :7], x[:, 6:]),
+    "every second": lambda x: (x[:, ::2], x[:, 1::2]),
+    "two tensors": lambda x: (x[:, :6], (x + 1)[:, 6:]),
+}
+
+
+@pytest.mark.parametrize("name", MERGED)
+def test_merges(name):
+    model, sizes, left = MERGED[name]
+    program = program_of(model, X)
+    before = run(program, X)[0]
+    verifier = Verifier(program)
+    assert merge_slices.run(program) > 0
+    verifier.verify(program)
+    assert same(run(program, X)[0], before)
+    splits = program.gm.graph.find_nodes(op="call_function", target=aten.split_with_sizes.default)
+    assert sorted(n.args[1] for n in splits) == sorted(sizes)
+    assert sum(n.args[1:] != (0, 0, 2**63 - 1) for n in program.gm.graph.nodes if n.target is aten.slice.Tensor) == left
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_leaves_alone(name):
+    program = program_of(KEPT[name], X)
+    assert merge_slices.run(program) == 0
+    assert count(program, aten.split_with_sizes.default) == 0

@@ -10,7 +10,7 @@ from cannopy.errors import CannopyError
 from cannopy.fusion_rules import catalog, dialect
 from cannopy.fusion_rules.engine.apply import Log, apply
 from cannopy.fusion_rules.engine.rule import Context, Rule
-from cannopy.fx_passes import legalise, normalise, weight_layout
+from cannopy.fx_passes import counters, legalise, merge_slices, normalise, weight_layout
 from cannopy.fx_passes.graph import Editor
 from cannopy.fx_passes.manager import Pass, PassManager, PassRecord
 from cannopy.fx_passes.program import Program
@@ -45,6 +45,8 @@ def passes(options: Options, log: Log) -> tuple[Pass, ...]:
     steps += [
         Pass("legalise", _legalise, requires=LIFTED, ensures=LEGAL),
         Pass("weight-layout", weight_layout.run, requires=LEGAL),
+        Pass("counters", counters.run, requires=LEGAL),
+        Pass("merge-slices", merge_slices.run, requires=LEGAL),
     ]
     return tuple(steps)
 

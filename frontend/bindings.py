@@ -7,7 +7,7 @@ so that a later process finds the same tensor without Dynamo.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -21,7 +21,17 @@ from .failures import readable
 from .paths import Attr, Getter, Key, Path, Step, compile_path, split_expression
 from .state import prepare_state
 
-__all__ = ["Binder", "Bound", "call_constants", "check_call", "getters", "prepare_state", "resolve"]
+__all__ = [
+    "Binder",
+    "Bound",
+    "call_constants",
+    "check_call",
+    "checker",
+    "getters",
+    "prepare_state",
+    "resolve",
+    "shared_arguments",
+]
 
 Constant = bool | int | float | str | None | torch.dtype | torch.device
 _CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device)
@@ -163,49 +173,75 @@ def call_constants(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str
 
     Lists, tuples and dicts are entered; any other object stands for itself and is not listed.
     """
-    found: dict[str, Constant] = {}
+    return {str(path): value for path, value in _leaves(args, kwargs) if isinstance(value, _CONSTANTS)}
 
-    def visit(value: Any, path: Path) -> None:
+
+def shared_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[list[str]]:
+    """Groups of paths at which the caller passes one and the same tensor: the graph has one input for each group."""
+    groups: dict[int, list[str]] = {}
+    for path, value in _leaves(args, kwargs):
+        if isinstance(value, torch.Tensor):
+            groups.setdefault(id(value), []).append(str(path))
+    return sorted(group for group in groups.values() if len(group) > 1)
+
+
+def _leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
+    def visit(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
         if isinstance(value, list | tuple):
             for i, v in enumerate(value):
-                visit(v, path.then(Key(i)))
+                yield from visit(v, path.then(Key(i)))
         elif isinstance(value, dict):
             for k, v in value.items():
                 if isinstance(k, int | str):
-                    visit(v, path.then(Key(k)))
-        elif isinstance(value, _CONSTANTS):
-            found[str(path)] = value
+                    yield from visit(v, path.then(Key(k)))
+        else:
+            yield path, value
 
-    visit(args, Path("args"))
-    visit(dict(kwargs), Path("kwargs"))
-    return found
+    yield from visit(args, Path("args"))
+    yield from visit(dict(kwargs), Path("kwargs"))
 
 
 def _same_constant(a: object, b: object) -> bool:
     return type(a) is type(b) and a == b
 
 
-def check_call(program: Program, self: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuses a call that the captured program does not stand for.
+Check = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], None]
+"""``check(self, args, kwargs)`` raises `BindingError` for a call that a captured program does not stand for."""
 
-    Raises:
-        BindingError: another number of positional arguments, other keywords, another constant, a tensor of another
-            shape, stride or dtype, or a module whose training flag has changed; the message names the path, the
-            value expected and the one found.
+
+def checker(program: Program) -> Check:
+    """A function that refuses calls that ``program`` does not stand for; its paths are compiled here, once.
+
+    It refuses another number of positional arguments, other keywords, another constant, one tensor in the place of
+    two or two in the place of one, a changed training flag, and a tensor of another shape, stride or dtype. Its
+    message names the path, the value expected and the one found.
     """
     facts = program.facts
-    if len(args) != facts["call"]["args"]:
-        raise _differs("positional arguments", facts["call"]["args"], len(args))
-    if set(kwargs) != set(facts["call"]["kwargs"]):
-        raise _differs("keyword arguments", sorted(facts["call"]["kwargs"]), sorted(kwargs))
-    found, expected = call_constants(args, kwargs), facts["constants"]
-    for path in [*expected, *(p for p in found if p not in expected)]:
-        if path not in expected or path not in found or not _same_constant(expected[path], found[path]):
-            raise _differs(path, expected.get(path, "a tensor"), found.get(path, "another kind of value"))
-    if self.training != facts["training"]:
-        raise _differs("self.training", facts["training"], self.training)
-    for spec in program.inputs:
-        check_tensor(spec, compile_path(spec.source)(self, args, kwargs))
+    keywords, expected = set(facts["call"]["kwargs"]), facts["constants"]
+    tensors = [(spec, compile_path(spec.source)) for spec in program.inputs]
+
+    def check(self: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if len(args) != facts["call"]["args"]:
+            raise _differs("positional arguments", facts["call"]["args"], len(args))
+        if set(kwargs) != keywords:
+            raise _differs("keyword arguments", sorted(keywords), sorted(kwargs))
+        found = call_constants(args, kwargs)
+        for path in [*expected, *(p for p in found if p not in expected)]:
+            if path not in expected or path not in found or not _same_constant(expected[path], found[path]):
+                raise _differs(path, expected.get(path, "a tensor"), found.get(path, "another kind of value"))
+        if (shared := shared_arguments(args, kwargs)) != facts["shared"]:
+            raise _differs("which arguments are one tensor", facts["shared"], shared)
+        if self.training != facts["training"]:
+            raise _differs("self.training", facts["training"], self.training)
+        for spec, get in tensors:
+            check_tensor(spec, get(self, args, kwargs))
+
+    return check
+
+
+def check_call(program: Program, self: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """`checker` for a single use."""
+    checker(program)(self, args, kwargs)
 
 
 def check_tensor(spec: InputSpec, tensor: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Mapping
 from types import MethodType
@@ -15,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..fx_passes.program import InputSpec, Program
 from . import dynamo, failures, provenance, sdpa
-from .bindings import Binder, Bound, call_constants
+from .bindings import Binder, Bound, call_constants, shared_arguments
 from .errors import CaptureError
 from .results import describe
 from .twin import fake_copy, on_meta
@@ -45,7 +46,8 @@ def capture(
 
     Returns:
         A program with ``facts``: ``method``; ``training``; ``constants`` {path: value} of the arguments that are no
-        tensors; ``call`` {"args": number of positional arguments, "kwargs": their names}; ``captured_nodes``.
+        tensors; ``shared`` groups of argument paths that hold one tensor; ``call`` {"args": number of positional
+        arguments, "kwargs": their names}; ``captured_nodes``.
 
     Raises:
         CaptureError: no single functional graph stands for this call; names the source line and the usual cure.
@@ -54,6 +56,10 @@ def capture(
     if on_meta(model):
         model, args, kwargs = fake_copy((model, args, kwargs), FakeTensorMode())
     bound = _bound_method(model, method)
+    try:
+        inspect.signature(bound, follow_wrapped=False).bind(*args, **kwargs)
+    except TypeError as e:
+        raise CaptureError(f"the arguments do not fit {type(model).__name__}.{method}: {e}") from e
     try:
         trace = dynamo.trace(bound, args, kwargs)
     except TorchDynamoException as e:
@@ -81,6 +87,7 @@ def capture(
         "method": method,
         "training": model.training,
         "constants": call_constants(args, kwargs),
+        "shared": shared_arguments(args, kwargs),
         "call": {"args": len(args), "kwargs": sorted(kwargs)},
         "captured_nodes": sum(n.op == "call_function" for n in gm.graph.nodes),
     }

@@ -160,6 +160,12 @@ def frame_locals(function: types.FunctionType, args: tuple[Any, ...], kwargs: Ma
     return {**bound.arguments, **{name: cell.cell_contents for name, cell in cells.items()}}
 
 
+def _keyword_dict(function: types.FunctionType) -> str | None:
+    """Dynamo's expression for the dict behind ``**kwargs``, which each call makes anew."""
+    named = inspect.signature(function, follow_wrapped=False).parameters.values()
+    return next((f"L[{p.name!r}]" for p in named if p.kind is p.VAR_KEYWORD), None)
+
+
 def trace(method: types.MethodType, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace | None:
     """Dynamo's graph of ``method(*args, **kwargs)`` or None when the method does nothing with tensors.
 
@@ -185,6 +191,7 @@ def trace(method: types.MethodType, args: tuple[Any, ...], kwargs: Mapping[str, 
         )
     if backend.gm is None or backend.context is None:
         return None
+    effects = [e for e in backend.effects if e.owner != _keyword_dict(function) or e.attributes]
     backend_id = str(backend.gm.meta["backend_id"])
 
     def rebuild(outputs: Sequence[torch.Tensor]) -> Any:
@@ -198,7 +205,7 @@ def trace(method: types.MethodType, args: tuple[Any, ...], kwargs: Mapping[str, 
         with torch.no_grad():
             return code(method.__self__, *args, **kwargs)
 
-    return Trace(backend.gm, backend.example_inputs, backend.sources, backend.context, backend.effects, rebuild)
+    return Trace(backend.gm, backend.example_inputs, backend.sources, backend.context, effects, rebuild)
 
 
 def _placeholders(gm: fx.GraphModule) -> list[fx.Node]:

@@ -21,6 +21,7 @@ _REMEDIES = (
     ("Data-dependent branching", "control flow depends on a tensor's value", _BRANCHLESS),
     ("Data-dependent assertion", "an assertion depends on a tensor's value", "remove the assertion from the model"),
     ("Dynamic control flow", "control flow depends on a tensor's value", _BRANCHLESS),
+    ("data-dependent expression", "a size or an index depends on the data", "use operations of fixed output size"),
     ("graph_break", "the model asks for a graph break", "remove the call of torch._dynamo.graph_break"),
     ("logging", "the model logs or prints", "remove the call, or guard it by `if not torch.compiler.is_compiling()`"),
     ("print", "the model logs or prints", "remove the call, or guard it by `if not torch.compiler.is_compiling()`"),

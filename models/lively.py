@@ -42,7 +42,8 @@ def lively_(model: nn.Module, seed: int) -> nn.Module:
 
 
 def _generator(name: str, seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(zlib.crc32(name.encode()) + (seed << 32))
+    # The CPU generator uses the low 32 bits of its seed only.
+    return torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
 
 
 def _fill(parameter: torch.Tensor, module: nn.Module, name: str, generator: torch.Generator) -> None:

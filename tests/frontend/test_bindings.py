@@ -123,6 +123,19 @@ def test_named_parameters_follow_the_callers_spelling(args: int, kwargs: tuple[s
     assert_same(found, expected)
 
 
+class PopsOptions(nn.Module):
+    def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
+        return x * 2 if options.pop("double") else x + options["y"]
+
+
+def test_the_callers_keywords_may_be_consumed() -> None:
+    kwargs = {"double": False, "y": torch.randn(4)}
+    program, found, expected, _ = captured_and_eager(PopsOptions(), (torch.randn(4),), kwargs)
+    assert_same(found, expected)
+    assert set(kwargs) == {"double", "y"}
+    assert program.facts["constants"] == {"kwargs['double']": False}
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -147,6 +160,24 @@ class Strided(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.weight
+
+
+def test_one_tensor_twice_stays_one_tensor() -> None:
+    class Sums(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            x.add_(1)
+            return x + 2 * y
+
+    model, x, y = Sums(), torch.ones(2), torch.ones(2)
+    program, found, expected, _ = captured_and_eager(model, (x, x))
+    assert_same(found, expected)
+    assert len(program.inputs) == 1
+    assert program.facts["shared"] == [["args[0]", "args[1]"]]
+    with pytest.raises(BindingError, match="one tensor"):
+        bindings.check_call(program, model, (x, y), {})
+    apart = capture(model, "forward", (x, y))
+    with pytest.raises(BindingError, match="one tensor"):
+        bindings.check_call(apart, model, (x, x), {})
 
 
 def test_strides_of_weights_are_kept() -> None:
@@ -192,16 +223,16 @@ def test_python_values_are_recorded_and_enforced() -> None:
         def forward(self, x: torch.Tensor, n: int, mode: dict[str, Any], flag: bool | None = None) -> torch.Tensor:
             return x * n if mode["a"][0] == "on" and flag is None else x
 
-    model, x = Switch().eval(), torch.ones(2)
-    program = capture(model, "forward", (x, 3, {"a": ["on", x]}), {"flag": None})
+    model, x, y = Switch().eval(), torch.ones(2), torch.zeros(2)
+    program = capture(model, "forward", (x, 3, {"a": ["on", y]}), {"flag": None})
     assert program.facts["constants"] == {"args[1]": 3, "args[2]['a'][0]": "on", "kwargs['flag']": None}
-    good = (x, 3, {"a": ["on", x]})
+    good = (x, 3, {"a": ["on", y]})
     bindings.check_call(program, model, good, {"flag": None})
     bad = [
         ((x, 4, good[2]), {"flag": None}, r"args\[1\]: expected 3, found 4"),
         ((x, 3.0, good[2]), {"flag": None}, r"args\[1\]: expected 3, found 3.0"),
-        ((x, 3, {"a": ["off", x]}), {"flag": None}, "expected 'on', found 'off'"),
-        ((x, 3, {"a": ["on", x], "b": 1}), {"flag": None}, r"args\[2\]\['b'\]"),
+        ((x, 3, {"a": ["off", y]}), {"flag": None}, "expected 'on', found 'off'"),
+        ((x, 3, {"a": ["on", y], "b": 1}), {"flag": None}, r"args\[2\]\['b'\]"),
         (good, {"flag": False}, r"kwargs\['flag'\]: expected None, found False"),
         (good, {}, "keyword arguments"),
         ((x, 3), {"mode": good[2], "flag": None}, "positional arguments: expected 3, found 2"),

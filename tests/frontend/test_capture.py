@@ -223,6 +223,15 @@ def test_another_method_than_forward() -> None:
     assert program.facts["method"] == "decode"
 
 
+def test_inherited_forward() -> None:
+    class Sub(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 2
+
+    _, found, expected, _ = captured_and_eager(Sub(), (X,))
+    assert_same(found, expected)
+
+
 def test_tensor_constants_travel_with_the_graph() -> None:
     class Model(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -298,6 +298,11 @@ def test_a_method_that_is_no_method_is_refused() -> None:
         capture(model, "absent", (torch.ones(4),))
 
 
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(CaptureError, match="missing a required argument: 'x'"):
+        capture(_Adds(), "forward", ())
+
+
 def test_nothing_to_compile_is_said() -> None:
     class Idle(nn.Module):
         def forward(self, n: int) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from cannopy.backend.host.engine import proto
 from cannopy.backend.host.ge_ops import dtypes
 from cannopy.backend.host.ge_ops.table import REF_OUTPUTS
@@ -46,6 +48,24 @@ COPIES = frozenset(
 )
 """Ops that write all of their result although most of it is an unchanged input."""
 
+SAME_DTYPE = METADATA - {"Bitcast", "Rank", "Shape", "Size"} | {
+    "Add",
+    "Div",
+    "FloorDiv",
+    "FloorMod",
+    "Maximum",
+    "Minimum",
+    "Mul",
+    "Muls",
+    "Neg",
+    "Pow",
+    "RealDiv",
+    "Sub",
+    "TensorMove",
+    "Transpose",
+}
+"""Ops whose result has the dtype of their first input; torchair declares none for those inside a converter."""
+
 LARGE_BYTES = 1 << 20
 
 
@@ -62,17 +82,15 @@ class Summary:
     copied: tuple[tuple[str, str], ...]
 
 
-def summary(
-    ge_graph: Any, aliases: Mapping[int, int] | None = None, noop_casts: frozenset[str] = frozenset()
-) -> Summary:
-    """Count what is in a GE graph (torchair's GraphDef or GeGraph).
+def summary(ge_graph: Any, aliases: Mapping[int, int] | None = None) -> Summary:
+    """Count what is in a GE graph (torchair's GraphDef or GeGraph); it need not have run.
 
-    ``aliases`` maps graph output to the graph input that it overwrites, ``noop_casts`` are the names of Casts to the
-    dtype that their input has, which torchair adds after many products and GE's CastRemovePass takes out. The graph
-    itself says neither; `HostGraph.summary` passes what it saw in its first run.
+    ``aliases`` maps graph output to the graph input that it overwrites, which the graph itself does not say;
+    `HostGraph.summary` passes what it saw in its first run. Without it a cache that is rewritten by a ConcatV2 of its
+    slices goes unnoticed; a TensorMove before an op that writes in place does not.
     """
     ops = list(ge_graph.op)
-    left_out = _constants(ops) | noop_casts
+    left_out = _constants(ops) | _casts_without_effect(ops)
     kernels = Counter(op.type for op in ops if op.type not in NOT_KERNELS and op.name not in left_out)
     copied = _copied(ops, aliases or {})
     return Summary(
@@ -101,6 +119,30 @@ def _constants(ops: list[Any]) -> set[str]:
         return known[name]
 
     return {op.name for op in ops if is_constant(op.name)}
+
+
+def _casts_without_effect(ops: list[Any]) -> set[str]:
+    """Casts to the dtype that their input has: torchair adds them after many products, GE's CastRemovePass takes them
+    out. An input of unknown dtype counts as another dtype."""
+    by_name = {op.name: op for op in ops}
+
+    def dtype(edge: proto.Edge) -> torch.dtype | None:
+        op = by_name[edge.source]
+        if op.type in GRAPH_INPUTS:
+            return proto.declared_input(op)[1]
+        if op.type == "Cast":
+            return dtypes.BY_GE_NUMBER.get(int(op.attr["dst_type"].i))
+        declared = proto.expected_output(op.output_desc[edge.index])[1] if edge.index < len(op.output_desc) else None
+        inputs = _inputs(op)
+        if declared is None and op.type in SAME_DTYPE and inputs:
+            return dtype(inputs[0])
+        return declared
+
+    def without_effect(op: Any) -> bool:
+        wanted = dtypes.BY_GE_NUMBER.get(int(op.attr["dst_type"].i))
+        return wanted is not None and dtype(_inputs(op)[0]) is wanted
+
+    return {op.name for op in ops if op.type == "Cast" and without_effect(op)}
 
 
 class _Origins:

@@ -25,8 +25,8 @@ _loaded: list[weakref.ref[HostGraph]] = []
 class HostGraph:
     """Stands for ``torchair.core._backend.TorchNpuGraph``: runs a lowered GE graph on the CPU.
 
-    Known from the first run on: ``aliases``, graph output to graph input for the outputs that torchair assigned to a
-    caller's tensor, and ``noop_casts``, the names of the Casts to the dtype that their input has.
+    ``aliases``, known from the first run on, is graph output to graph input for the outputs that torchair assigned to
+    a caller's tensor.
     """
 
     is_host_engine = True
@@ -36,7 +36,6 @@ class HostGraph:
         self.ge_graph: Any = None
         self.options: dict[str, str] = {}
         self.aliases: dict[int, int] = {}
-        self.noop_casts: frozenset[str] | None = None
         self._plan: Plan | None = None
         self._target: target.Target | None = None
 
@@ -64,10 +63,8 @@ class HostGraph:
         if self._plan is None:
             raise OpError(f"graph {self.name!r}: run() before load()")
         with torch.no_grad(), target.using(self._target) if self._target else nullcontext():
-            noop_casts: set[str] | None = set() if self.noop_casts is None else None
-            produced = _execute(self._plan, inputs, noop_casts)
-            if noop_casts is not None:
-                self.noop_casts = frozenset(noop_casts)
+            produced = _execute(self._plan, inputs)
+            if assigned_outputs and not self.aliases:
                 self.aliases = _alias_map(inputs, assigned_outputs)
             return _deliver(produced, inputs, assigned_outputs, self._plan)
 
@@ -75,7 +72,7 @@ class HostGraph:
         """Ops, kernels and copies of the loaded graph."""
         if self.ge_graph is None:
             raise OpError(f"graph {self.name!r}: summary() before load()")
-        return summary(self.ge_graph, self.aliases, self.noop_casts or frozenset())
+        return summary(self.ge_graph, self.aliases)
 
 
 def recorded() -> list[HostGraph]:
@@ -95,18 +92,13 @@ def profiling() -> Iterator[dict[str, float]]:
         _profile.reset(token)
 
 
-def _execute(plan: Plan, inputs: Sequence[Tensor], noop_casts: set[str] | None) -> list[Tensor]:
-    """The values of NetOutput's inputs. Names of Casts without effect are added to ``noop_casts`` unless None."""
+def _execute(plan: Plan, inputs: Sequence[Tensor]) -> list[Tensor]:
     values = [*plan.initial, None]
     _feed(plan, inputs, values)
     seconds = _profile.get()
     for step in plan.steps:
         begin = time.perf_counter() if seconds is not None else 0.0
         outputs = run_kernel(step.op, step.kernel, step.slots, values, step.expect)
-        if noop_casts is not None and step.op.type == "Cast":
-            source, result = values[step.slots[0]], outputs[0]
-            if source is not None and result is not None and source.dtype == result.dtype:
-                noop_casts.add(step.op.name)
         for slot, value in zip(step.outs, outputs, strict=False):
             values[slot] = value
         for slot in step.free:

@@ -50,9 +50,11 @@ _GE_NUMBERS: dict[int, str] = {
     36: "DT_FLOAT8_E4M3FN",
 }
 
+BY_GE_NUMBER: dict[int, torch.dtype] = {number: BY_NAME[name] for number, name in _GE_NUMBERS.items()}
+
 
 def of_ge(number: int, op: Op) -> torch.dtype:
     """torch dtype of a ge::DataType number; OpError naming ``op`` when torch has none."""
-    if number not in _GE_NUMBERS:
+    if number not in BY_GE_NUMBER:
         raise op.error(f"the host engine has no dtype for ge::DataType {number}")
-    return BY_NAME[_GE_NUMBERS[number]]
+    return BY_GE_NUMBER[number]

@@ -11,7 +11,7 @@ ARGS ?=
 
 BIN := .venv/bin
 READY := .venv/.ready
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
 
 .PHONY: help run test test-fast lint setup clean
 .DEFAULT_GOAL := help
@@ -46,7 +46,7 @@ $(READY): pyproject.toml setup.py requirements/dev.txt requirements/torch.txt $(
 	  echo "make: no C compiler (cc, gcc or clang), which the CANN stand-in is built with. Install gcc." >&2; exit 1; }
 	@echo "Setting up .venv (torch, torch_npu, transformers: about 600 MB, a few minutes the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(PIP) --quiet --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) -r requirements/torch.txt
+	@$(PIP) --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) -r requirements/torch.txt
 	@$(PIP) -c requirements/torch.txt -r requirements/dev.txt
 	@$(PIP) --no-deps --no-build-isolation --editable .
 	@$(BIN)/cannopy host status >/dev/null || $(BIN)/cannopy host install

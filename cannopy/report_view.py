@@ -20,6 +20,7 @@ def render(report: CompileReport) -> RenderableType:
     for title, table in (
         ("Fusions", fusions_table(report)),
         ("Came near and did not apply", misses_table(report.misses)),
+        ("Device kernels per layer", kernels_table(report)),
         ("Device kernels", counts_table("kernel", report.kernels)),
         ("Seconds", seconds_table(report.timings)),
     ):
@@ -48,6 +49,26 @@ def layer_kinds(hits: Iterable[Mapping[str, Any]]) -> list[tuple[str, dict[str, 
     by_layer: dict[int | None, Counter[str]] = {}
     for hit in hits:
         by_layer.setdefault(hit.get("layer"), Counter())[hit["rule"]] += 1
+    return _kinds(by_layer)
+
+
+def kernel_kinds(report: CompileReport) -> list[tuple[str, dict[str, int]]]:
+    """(layers, {op: kernels per layer}), layers with the same kernels together."""
+    return _kinds({entry["layer"]: entry["kernels"] for entry in report.layers})
+
+
+def kernels_table(report: CompileReport) -> Table:
+    """Device kernels by layer kind, with the number per layer in the last row."""
+    kinds = kernel_kinds(report)
+    table = _table("kernel", *(name for name, _ in kinds), numbers=True)
+    for op in sorted({op for _, kernels in kinds for op in kernels}):
+        table.add_row(op, *(str(kernels.get(op, "")) for _, kernels in kinds))
+    if kinds:
+        table.add_row("per layer", *(str(sum(kernels.values())) for _, kernels in kinds), style="bold")
+    return table
+
+
+def _kinds(by_layer: Mapping[int | None, Mapping[str, int]]) -> list[tuple[str, dict[str, int]]]:
     kinds: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for layer in sorted(key for key in by_layer if key is not None):
         kinds.setdefault(tuple(sorted(by_layer[layer].items())), []).append(layer)
@@ -57,12 +78,31 @@ def layer_kinds(hits: Iterable[Mapping[str, Any]]) -> list[tuple[str, dict[str, 
     return found
 
 
+def fusion_rows(report: CompileReport) -> tuple[list[str], list[list[str]]]:
+    """Layer kinds, and per rule its name, its number in a layer of each kind, and the total.
+
+    Rules that only lift spellings into the dialect (``lift_…``) are left out: they give no device op by themselves.
+    """
+    kinds = [(name, rules) for name, rules in layer_kinds(report.hits) if any(map(is_fusion, rules))]
+    rows = [
+        [rule, *(str(rules.get(rule, "")) for _, rules in kinds), str(total)]
+        for rule, total in sorted(report.fusions.items())
+        if is_fusion(rule)
+    ]
+    return [name for name, _ in kinds], rows
+
+
+def is_fusion(rule: str) -> bool:
+    """Whether the rule of this name ends in a device op."""
+    return not rule.startswith("lift_")
+
+
 def fusions_table(report: CompileReport) -> Table:
     """Rules by layer kind."""
-    kinds = layer_kinds(report.hits)
-    table = _table("rule", *(name for name, _ in kinds), "total", numbers=True)
-    for rule, total in sorted(report.fusions.items()):
-        table.add_row(rule, *(str(rules.get(rule, "")) for _, rules in kinds), str(total))
+    kinds, rows = fusion_rows(report)
+    table = _table("rule", *kinds, "total", numbers=True)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -69,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
     args = _parse(parser, arguments)
+    warnings.filterwarnings("ignore", module=r"torch_npu\.")  # deprecations of torch inside that package
     try:
         code: int = args.func(args)
     except KeyboardInterrupt:

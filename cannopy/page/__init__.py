@@ -13,7 +13,7 @@ from typing import Any
 from cannopy.page import charts
 from cannopy.parity.measure import MEDIAN_LIMIT, P90_LIMIT, ParityReport
 from cannopy.report import CompileReport
-from cannopy.report_view import grouped_misses, headline, layer_kinds
+from cannopy.report_view import fusion_rows, grouped_misses, headline
 from cannopy.trial import Trial
 
 
@@ -67,11 +67,8 @@ def _summary(trial: Trial) -> str:
 
 
 def _phase(phase: str, report: CompileReport) -> str:
-    kinds = layer_kinds(report.hits)
-    rows = [
-        (rule, *(rules.get(rule, "") for _, rules in kinds), total) for rule, total in sorted(report.fusions.items())
-    ]
-    fusions = _table(("rule", *(name for name, _ in kinds), "total"), rows, numbers=True)
+    kinds, rows = fusion_rows(report)
+    fusions = _table(("rule", *kinds, "total"), rows, numbers=True)
     misses = grouped_misses(report.misses)
     missed = _table(("rule", "layers", "reason", "where"), misses, pre=True) if misses else "<p>none</p>"
     kernels = sorted(report.kernels.items(), key=lambda item: (-item[1], item[0]))

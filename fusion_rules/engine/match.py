@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any as Anything
 
-from torch import fx
+from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Literal, Number, Op, Pattern, Through
@@ -197,7 +197,7 @@ def describe(value: Anything) -> str:
     """A short description of a graph value for messages."""
     if isinstance(value, fx.Node):
         fake = value.meta.get("val")
-        kind = f"{str(fake.dtype).removeprefix('torch.')}{list(fake.shape)}" if hasattr(fake, "dtype") else ""
+        kind = f"{str(fake.dtype).removeprefix('torch.')}{list(fake.shape)}" if isinstance(fake, Tensor) else ""
         what = str(value.target).replace(".default", "") if value.op == "call_function" else value.op
         return f"{what} {kind}".strip()
     return repr(value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
@@ -142,14 +142,14 @@ class _Batch:
                 cut = self.editor.call(aten.split_with_sizes.default, stack, [1] * self.count, 0)
                 for node in nodes:
                     with self.editor.provenance_of(node):
-                        row = self.editor.reshape(self.editor.item(cut, self.rows[node].index), shape(node))
-                    self.editor.replace(node, row)
+                        own = self.editor.reshape(self.editor.item(cut, self.rows[node].index), shape(node))
+                    self.editor.replace(node, own)
                     changes += 1
         return changes
 
 
 def _row_argument(node: fx.Node, rows: dict[fx.Node, _Row]) -> fx.Node:
-    return cast(fx.Node, next(a for a in node.args if isinstance(a, fx.Node) and a in rows))
+    return next(a for a in node.args if isinstance(a, fx.Node) and a in rows)
 
 
 def _marked(value: Any, row: fx.Node) -> Any:

@@ -39,7 +39,8 @@ def line(node: fx.Node) -> str:
 
 def text(program: Program) -> str:
     """The whole program: inputs with their bindings, derived weights, nodes, result."""
-    bound: dict[str, InputSpec | WeightEntry] = {entry.name: entry for entry in (*program.inputs, *program.weights)}
+    entries: list[InputSpec | WeightEntry] = [*program.inputs, *program.weights]
+    bound = {entry.name: entry for entry in entries}
     rows = []
     for node in program.gm.graph.nodes:
         if node.op == "placeholder":

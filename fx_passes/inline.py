@@ -62,7 +62,8 @@ def _trace(editor: Editor, node: fx.Node, fn: Callable[..., Any], tensors: list[
         return fn(*args, **kwargs)
 
     with editor.fake_mode, torch.no_grad():
-        return make_fx(call)(*(t.meta["val"] for t in tensors))
+        traced: fx.GraphModule = make_fx(call)(*(t.meta["val"] for t in tensors))
+    return traced
 
 
 def _check(node: fx.Node, want: torch.Tensor, result: Any) -> None:

@@ -70,7 +70,7 @@ class WeightEntry:
 
     def build(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The weight, contiguous, from the tensors at `sources` in that order."""
-        value = eval(self.recipe, {"torch": torch, "w": tuple(tensors)})  # noqa: S307 our own text
+        value: torch.Tensor = eval(self.recipe, {"torch": torch, "w": tuple(tensors)})  # noqa: S307 our own text
         return value.detach().contiguous()
 
 

@@ -18,7 +18,7 @@ def run(editor: Editor, references: Mapping[str, Callable[..., Any]]) -> int:
     for node in list(editor.graph.nodes):
         if node.op != "call_function" or getattr(node.target, "namespace", None) != NAMESPACE:
             continue
-        name = node.target._schema.name.partition("::")[2]  # type: ignore[union-attr]
+        name = node.target._schema.name.partition("::")[2]
         if name not in references:
             raise LegaliseError(node, "a plain ATen reference of each dialect operation", "none", "this is a bug")
         inline(editor, node, references[name])

@@ -34,47 +34,47 @@ def _dims(x: Tensor, dim: int | Sequence[int] | None) -> list[int]:
     return sorted((d % rank for d in given), reverse=True)
 
 
-def _any(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+def _any(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Any:
     for d in _dims(x, dim):
         x = aten.any.dim(x, d, keepdim)
     return x
 
 
-def _all(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+def _all(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Any:
     return aten.logical_not(_any(aten.logical_not(x), dim, keepdim))
 
 
-def _amax(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+def _amax(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Any:
     for d in _dims(x, dim):
         x = aten.max.dim(x, d, keepdim)[0]
     return x
 
 
-def _mirror(x: Tensor) -> Tensor:
+def _mirror(x: Tensor) -> Any:
     """A value whose order is the reverse of that of ``x`` and whose mirror is ``x`` again."""
     if x.dtype == torch.bool:
         return aten.logical_not(x)
     return aten.neg(x) if x.is_floating_point() else aten.bitwise_not(x)
 
 
-def _amin(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+def _amin(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Any:
     return _mirror(_amax(_mirror(x), dim, keepdim))
 
 
-def _min_dim(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+def _min_dim(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
     values, indices = aten.max.dim(_mirror(x), dim, keepdim)
     return _mirror(values), indices
 
 
-def _isnan(x: Tensor) -> Tensor:
+def _isnan(x: Tensor) -> Any:
     return aten.ne.Tensor(x, x)
 
 
-def _clamp_max(x: Tensor, most: float) -> Tensor:
+def _clamp_max(x: Tensor, most: float) -> Any:
     return aten.clamp(x, None, most)
 
 
-def _softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
+def _softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Any:
     wide = x.to(torch.float32) if x.dtype in NARROW_FLOATS else x
     scaled = wide * beta
     return torch.where(scaled > threshold, wide, torch.log1p(torch.exp(scaled)) / beta).to(x.dtype)
@@ -82,7 +82,7 @@ def _softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
 
 def _var(
     x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
-) -> Tensor:
+) -> Any:
     dims = _dims(x, dim)
     wide = x.to(torch.float32) if x.dtype in NARROW_FLOATS else x
     away = wide - torch.mean(wide, dims, keepdim=True)
@@ -90,25 +90,25 @@ def _var(
     return (torch.sum(away * away, dims, keepdim=keepdim) / max(count, 0)).to(x.dtype)
 
 
-def _logical_xor(x: Tensor, y: Tensor) -> Tensor:
+def _logical_xor(x: Tensor, y: Tensor) -> Any:
     return aten.ne.Tensor(aten.ne.Scalar(x, 0), aten.ne.Scalar(y, 0))
 
 
-def _bitwise_xor(x: Tensor, y: Tensor) -> Tensor:
+def _bitwise_xor(x: Tensor, y: Tensor) -> Any:
     if x.dtype == torch.bool and y.dtype == torch.bool:
         return aten.ne.Tensor(x, y)
     return aten.sub.Tensor(aten.bitwise_or(x, y), aten.bitwise_and(x, y))
 
 
-def _shift_left(x: Tensor, places: int) -> Tensor:
+def _shift_left(x: Tensor, places: int) -> Any:
     return aten.mul.Tensor(x, 2**places)
 
 
-def _shift_right(x: Tensor, places: int) -> Tensor:
+def _shift_right(x: Tensor, places: int) -> Any:
     return aten.floor_divide(x, 2**places)
 
 
-def _index_fill(x: Tensor, dim: int, index: Tensor, value: float) -> Tensor:
+def _index_fill(x: Tensor, dim: int, index: Tensor, value: float) -> Any:
     positions = aten.arange(x.shape[dim], device=x.device)
     chosen = aten.any.dim(aten.eq.Tensor(positions.reshape(-1, 1), index.reshape(1, -1)), 1)
     along = [1] * x.dim()
@@ -116,17 +116,17 @@ def _index_fill(x: Tensor, dim: int, index: Tensor, value: float) -> Tensor:
     return aten.masked_fill.Scalar(x, chosen.reshape(along), value)
 
 
-def _trunc(x: Tensor) -> Tensor:
+def _trunc(x: Tensor) -> Any:
     return torch.where(x < 0, torch.ceil(x), torch.floor(x))
 
 
-def _logaddexp(x: Tensor, y: Tensor) -> Tensor:
+def _logaddexp(x: Tensor, y: Tensor) -> Any:
     far = torch.maximum(x, y) + torch.log1p(torch.exp(-torch.abs(x - y)))
     # Two equal infinities differ by nan.
     return torch.where(x == y, x + math.log(2), far)
 
 
-def _roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
+def _roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
     if not dims:
         return _roll(x.reshape(-1), shifts, [0]).reshape(x.shape)
     for shift, dim in zip(shifts, dims, strict=True):
@@ -137,7 +137,7 @@ def _roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
     return x
 
 
-def _eye(rows: int, columns: int | None = None, **options: Any) -> Tensor:
+def _eye(rows: int, columns: int | None = None, **options: Any) -> Any:
     """Ones on the diagonal."""
     device = options.get("device")
     across = aten.arange(rows if columns is None else columns, device=device).reshape(1, -1)

@@ -21,13 +21,13 @@ def run(program: Program, editor: Editor) -> int:
     found = [n for n in editor.graph.nodes if is_call(n, aten.sort.stable)]
     for node in found:
         x: Any = node.args[0]
-        dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else -1)
+        dim: Any = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else -1)
         descending = node.kwargs.get("descending", node.args[2] if len(node.args) > 2 else False)
         with editor.before(node):
             if not node.kwargs.get("stable"):
                 editor.replace(node, editor.call(aten.sort.default, x, dim, descending))
             else:
-                _stable(editor, node, x, int(dim) % len(shape(x)), bool(descending))  # type: ignore[call-overload]
+                _stable(editor, node, x, int(dim) % len(shape(x)), bool(descending))
     return len(found)
 
 

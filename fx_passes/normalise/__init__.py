@@ -33,7 +33,7 @@ def run(program: Program, max_rounds: int = MAX_ROUNDS) -> int:
     """Apply `PIPELINE` until nothing changes; the number of changes. Raises `NoFixedPointError`."""
     total = 0
     for _ in range(max_rounds):
-        changed = {}
+        changed: dict[str, int] = {}
         for name, step in PIPELINE:
             count = step(program)
             if count:

@@ -114,7 +114,7 @@ def _selected(editor: Editor, node: fx.Node) -> int:
 def _joined(editor: Editor, node: fx.Node) -> int:
     """A chain of slice_scatters that covers every index of one dim leaves nothing of the tensor at its start."""
     pieces: dict[tuple[int, int], fx.Node] = {}
-    dims = set()
+    dims: set[int] = set()
     current: object = node
     while is_call(current, aten.slice_scatter.default) and not _covers(pieces, shape(node), dims):
         scatter = cast(fx.Node, current)

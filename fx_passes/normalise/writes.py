@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -52,9 +52,9 @@ def _slice_scatter(editor: Editor, node: fx.Node) -> int:
 
 
 def _index_put(program: Program, editor: Editor, node: fx.Node) -> int:
-    base, indices, value = node.args[:3]
+    base, indices, value = cast("tuple[fx.Node, list[fx.Node | None], fx.Node]", node.args[:3])
     accumulate = node.args[3] if len(node.args) > 3 else node.kwargs.get("accumulate", False)
-    given = [(d, i) for d, i in enumerate(indices) if i is not None]  # type: ignore[arg-type,union-attr,var-annotated]
+    given = [(d, i) for d, i in enumerate(indices) if i is not None]
     if accumulate or not _written_back(node, base) or len(given) != 1:
         return 0
     dim, index = given[0]
@@ -87,7 +87,7 @@ def nonnegative(program: Program, value: Any) -> bool:
         step = value.args[2] if len(value.args) > 2 else 1
         return nonnegative(program, value.args[0]) and nonnegative(program, step)
     if is_call(value, operator.getitem):
-        return value.args[1] == 1 and is_call(value.args[0], aten.topk.default, aten.sort.default)
+        return bool(value.args[1] == 1) and is_call(value.args[0], aten.topk.default, aten.sort.default)
     if is_call(value, aten.remainder.Scalar):
         return nonnegative(program, value.args[1])
     if is_call(value, aten.clamp.default):
@@ -102,4 +102,4 @@ def nonnegative(program: Program, value: Any) -> bool:
             nonnegative(program, source)
         )
     number = constant(value)
-    return number is not None and number >= 0
+    return number is not None and bool(number >= 0)

@@ -83,7 +83,8 @@ def test_equals_eager(case):
         config.experimental_config.keep_inference_input_mutations = True
         feed, owned = bound(program, net, args, kwargs)
         with torch.no_grad():
-            logits = torchair.get_npu_backend(compiler_config=config)(program.gm, feed)(*feed)[0]
+            compiled = torchair.get_npu_backend(compiler_config=config)(program.gm, feed)
+            logits = compiled(*feed)[0]
     state = [x.clone() for x in owned]
     with torch.no_grad():
         for x, s in zip(owned, saved, strict=True):
@@ -93,7 +94,7 @@ def test_equals_eager(case):
     for spec, x, y in zip(program.inputs, state, owned, strict=True):
         if spec.mutated:
             close(x, y, dtype)
-    summary = engine.recorded()[-1].summary()
+    summary = engine.recorded()[-1].summary()  # while `compiled` is alive
     assert summary.cache_copies == 0
     assert summary.kernels["ScatterNdUpdate"] == 3 * 2 + (experts == "grouped_mm")
     assert sum(spec.mutated and not spec.shape for spec in program.inputs) == 4

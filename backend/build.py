@@ -107,8 +107,9 @@ def build(
     """Compile `program`, the final graph of ``model.method(*args, **kwargs)``, and publish it.
 
     The graph runs once on the example call with copies of what it writes: nothing of the user's changes. ``report``
-    (JSON-ready) is stored with the entry, with ``ge_ops`` and ``cache`` added. Raises `emit.EmitError`,
-    `torchair.CompileError`, `guards.GuardError`; the cache is then as it was.
+    (JSON-ready) is stored with the entry, with ``ge_ops``, ``kernels``, ``cache_copies`` and ``cache`` added. Where
+    weights or inputs are on the meta device nothing is run. Raises `emit.EmitError`, `torchair.CompileError`,
+    `guards.GuardError`; the cache is then as it was.
     """
     artifact = make_artifact(program, model, method, args, kwargs, found.fingerprint, report)
     generated = GeneratedModule(artifact, _filename(found.path, artifact))
@@ -123,7 +124,7 @@ def build(
         log = factory.log
     executor = compiled.executor()
     if isinstance(executor, torchair.Loaded):
-        artifact = replace(artifact, report=dict(artifact.report) | {"ge_ops": executor.ge_ops()})
+        artifact = replace(artifact, report=dict(artifact.report) | executor.counts())
     compiled.artifact = artifact
     reason = found.reason
     if options.use_cache and found.path is not None:

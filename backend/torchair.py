@@ -17,7 +17,6 @@ import tempfile
 import threading
 import types
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,6 +44,10 @@ def have_npu() -> bool:
     """Whether a real device is there; then nothing of the host engine is used."""
     npu = getattr(torch, "npu", None)
     return npu is not None and bool(npu.is_available())
+
+
+class _NotRunError(Exception):
+    """Stands in for the run of a graph that was only to be compiled."""
 
 
 class WorkFolder:
@@ -81,19 +84,39 @@ def compiler_config(settings: Mapping[str, Any]) -> Any:
 
 
 class Loaded:
-    """A stored compilation, ready to run. ``ge_graph`` is the lowered graph (protobuf GraphDef)."""
+    """A stored compilation, ready to run. ``ge_graph`` is the lowered graph (protobuf GraphDef).
 
-    def __init__(self, generated: GeneratedModule, method: Callable[..., Tensors], ge_module: types.ModuleType) -> None:
+    The generated code finishes and loads the GE graph at its first run, so that run is made inside ``first``.
+    """
+
+    def __init__(
+        self,
+        generated: GeneratedModule,
+        method: Callable[..., Tensors],
+        ge_module: types.ModuleType,
+        first: Callable[[], contextlib.AbstractContextManager[None]] | None,
+    ) -> None:
         self._generated = generated
         self._method = method
+        self._first = first
         self.ge_graph: Any = ge_module.ge_graph
 
     def __call__(self, tensors: Tensors) -> Tensors:
-        return self._generated.call(self._method, tensors)
+        if self._first is None:
+            return self._generated.call(self._method, tensors)
+        with self._first():
+            result = self._generated.call(self._method, tensors)
+        self._first = None
+        return result
 
-    def ge_ops(self) -> dict[str, int]:
-        """{GE type: count} of the lowered graph."""
-        return dict(sorted(Counter(op.type for op in self.ge_graph.op).items()))
+    def counts(self) -> dict[str, Any]:
+        """What the lowered graph is made of: ``ge_ops``, ``kernels`` and ``cache_copies`` of a compile report."""
+        engine = importlib.import_module("cannopy.backend.host.engine")
+        ran = next(
+            (g for g in engine.recorded() if g.ge_graph is getattr(self.ge_graph, "_proto", self.ge_graph)), None
+        )
+        found = engine.summary(self.ge_graph) if ran is None else ran.summary()
+        return {"ge_ops": found.ge_ops, "kernels": found.kernels, "cache_copies": found.cache_copies}
 
 
 class TorchairFactory:
@@ -115,21 +138,26 @@ class TorchairFactory:
             method = self._cache_compile(generated).compile(generated.module.__dict__)
         if not isinstance(method, types.FunctionType):
             raise LoadError(f"torchair did not load {generated.module.__file__}: {self._reason()}")
-        return Loaded(generated, method, modules[-1])
+        return Loaded(generated, method, modules[-1], self._torchair if reuse is None else None)
 
-    def compile(self, generated: GeneratedModule, tensors: Tensors) -> Tensors:
-        """Trace, lower and store the method, and run it once on `tensors`, which it changes. `CompileError`."""
-        with self._torchair(), _generated_code(None) as modules:
+    def compile(self, generated: GeneratedModule, tensors: Tensors) -> None:
+        """Trace, lower and store the method, and run it once on `tensors`, which it changes. `CompileError`.
+
+        The run is what makes GE compile and write its own cache. On meta tensors nothing is run.
+        """
+        run = not any(t.is_meta for t in [*tensors, *generated.instance.parameters(), *generated.instance.buffers()])
+        with self._torchair(), _generated_code(None, run) as modules:
             compiled = self._cache_compile(generated)
             try:
-                outputs = generated.call(compiled, tensors)
-            except Exception as e:  # torch, torchair, GE: no common base
+                generated.call(compiled, tensors)
+            except _NotRunError:
+                pass
+            except Exception as e:
                 raise CompileError(self._failure(generated, e)) from e
         stored = [p for p in self.work.files() if Path(p).name == STORED]
         if len(stored) != 1 or not modules:
             raise CompileError(f"torchair stored {len(stored)} compilations instead of one: {self._reason()}")
-        self._reuse = modules[-1]
-        return outputs
+        self._reuse = modules[-1] if run else None
 
     def _cache_compile(self, generated: GeneratedModule) -> Any:
         function = importlib.import_module("torchair.inference").cache_compile
@@ -183,17 +211,23 @@ def _reset_scopes() -> None:
 
 
 @contextlib.contextmanager
-def _generated_code(reuse: types.ModuleType | None) -> Iterator[list[types.ModuleType]]:
+def _generated_code(reuse: types.ModuleType | None, run: bool = True) -> Iterator[list[types.ModuleType]]:
     """Collects the modules that torchair makes of its generated code; with `reuse` it gets that one again.
 
-    A module holds one GE graph. Loading right after compiling would make a second one on the device.
+    A module holds one GE graph. Loading right after compiling would make a second one on the device. Without `run`
+    the graph's function raises `_NotRunError`; torchair stores a compilation all the same when its run fails.
     """
     compiler: Any = importlib.import_module("torchair.npu_fx_compiler")
     original = compiler._compile_py_code
     modules: list[types.ModuleType] = []
 
+    def not_run(*_: Any) -> None:
+        raise _NotRunError
+
     def compile_code(text: str) -> types.ModuleType:
         module: types.ModuleType = original(text) if reuse is None else reuse
+        if not run:
+            module.__dict__["kernel"] = not_run
         modules.append(module)
         return module
 

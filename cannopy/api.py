@@ -15,6 +15,7 @@ from cannopy.backend.runtime import CompiledModel
 from cannopy.backend.torchair import have_npu
 from cannopy.frontend import bindings, outputs
 from cannopy.frontend.capture import capture
+from cannopy.fx_passes import kernels
 from cannopy.fx_passes.program import Program
 from cannopy.options import Options
 from cannopy.report import CompileReport
@@ -34,7 +35,7 @@ class Compiled:
         return self.model(*args, **kwargs)
 
 
-def compile(  # noqa: A001 the name of the public interface
+def compile(
     model: torch.nn.Module,
     method: str = "forward",
     example_inputs: tuple[Any, ...] = (),
@@ -79,7 +80,7 @@ def compile(  # noqa: A001 the name of the public interface
         return Compiled(found.compiled)
     program, done = lower(model, method, example_inputs, kwargs, options, timings)
     start = time.perf_counter()
-    report = _report(done, on_device, timings)
+    report = _report(program, done, on_device, timings)
     compiled = backend.build(program, model, method, example_inputs, kwargs, build_options, found, report,
                              outputs.builder)
     timings["torchair"] = time.perf_counter() - start
@@ -121,9 +122,12 @@ def _build_options(options: Options) -> BuildOptions:
                         use_cache=options.use_cache)
 
 
-def _report(done: pipeline.Compilation, on_device: bool, timings: Mapping[str, float]) -> dict[str, Any]:
+def _report(
+    program: Program, done: pipeline.Compilation, on_device: bool, timings: Mapping[str, float]
+) -> dict[str, Any]:
     report = CompileReport.of(
         fusions=done.log.counts(), hits=done.log.hits, misses=done.log.misses, nodes=done.nodes,
         device="npu" if on_device else "host", timings=dict(timings), passes=done.records,
+        layers=kernels.by_layer(program.gm.graph),
     )
     return report.to_dict()

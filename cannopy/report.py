@@ -35,7 +35,9 @@ class CompileReport:
     graph, without data, constants and metadata ops. ``ge_ops`` {GE type: count}: everything torchair submitted.
     ``cache_copies``: ops that copy a whole cache, None when unknown. ``schedule``: values are None until a scheduler
     has run; times in microseconds. ``cache`` {status: hit|miss|rebuilt, key, reason}. ``timings`` {step: seconds}.
-    ``device``: ``npu`` or ``host``. ``versions`` {package: version}. ``passes``: {name, seconds, nodes_before,
+    ``layers``: [{layer, kernels {op: count}}], the device kernels of the final graph by layer, outside of layers
+    last (layer None); counted before torchair, so an op that it splits is one here. ``device``: ``npu`` or ``host``.
+    ``versions`` {package: version}. ``passes``: {name, seconds, nodes_before,
     nodes_after, changes} in order.
     """
 
@@ -52,6 +54,7 @@ class CompileReport:
     versions: dict[str, str] = field(default_factory=dict)
     hits: list[dict[str, Any]] = field(default_factory=list)
     passes: list[dict[str, Any]] = field(default_factory=list)
+    layers: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -63,6 +66,7 @@ class CompileReport:
         device: str,
         timings: Mapping[str, float],
         passes: Sequence[PassRecord],
+        layers: Mapping[int | None, Mapping[str, int]],
     ) -> CompileReport:
         """The report of what the passes did, before torchair has compiled anything."""
         return cls(
@@ -74,6 +78,7 @@ class CompileReport:
             versions=versions(),
             hits=_plain(hits),
             passes=_plain(passes),
+            layers=[{"layer": layer, "kernels": dict(kernels)} for layer, kernels in layers.items()],
         )
 
     @classmethod

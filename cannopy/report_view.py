@@ -21,7 +21,7 @@ def render(report: CompileReport) -> RenderableType:
         ("Fusions", fusions_table(report)),
         ("Came near and did not apply", misses_table(report.misses)),
         ("Device kernels per layer", kernels_table(report)),
-        ("Device kernels", counts_table("kernel", report.kernels)),
+        ("Device kernels", kernels_table(report)),
         ("Seconds", seconds_table(report.timings)),
     ):
         if table.row_count:
@@ -134,6 +134,44 @@ def grouped_misses(misses: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, 
         more = f" and {len(places) - 3} more" if len(places) > 3 else ""
         found.append((rule, reason, _ranges(layers) if layers else "", "\n".join(places[:3]) + more))
     return found
+
+
+def kernel_rows(report: CompileReport) -> tuple[list[str], list[list[str]]]:
+    """Layer kinds, and per op its name, its number in a layer of each kind and over all; the last row sums up.
+
+    Layers with the same kernels are one kind.
+    """
+    kinds: dict[tuple[tuple[str, int], ...], list[int]] = {}
+    outside: dict[str, int] = {}
+    total: Counter[str] = Counter()
+    for entry in report.layers:
+        total.update(entry["kernels"])
+        if entry["layer"] is None:
+            outside = dict(entry["kernels"])
+        else:
+            kinds.setdefault(tuple(sorted(entry["kernels"].items())), []).append(entry["layer"])
+    columns = [(_ranges(layers), dict(ops)) for ops, layers in kinds.items()]
+    if outside:
+        columns.append(("outside layers", outside))
+    rows = [
+        [op, *(str(ops.get(op, "")) for _, ops in columns), str(count)]
+        for op, count in sorted(total.items(), key=lambda item: (-item[1], item[0]))
+    ]
+    if rows:
+        rows.append(["all", *(str(sum(ops.values())) for _, ops in columns), str(sum(total.values()))])
+    return [name for name, _ in columns], rows
+
+
+def kernels_table(report: CompileReport) -> Table:
+    """Device kernels by layer kind."""
+    kinds, rows = kernel_rows(report)
+    table = _table("kernel", *kinds, "total", numbers=True)
+    for row in rows[:-1]:
+        table.add_row(*row)
+    if rows:
+        table.add_section()
+        table.add_row(*rows[-1])
+    return table
 
 
 def counts_table(name: str, counts: Mapping[str, int]) -> Table:

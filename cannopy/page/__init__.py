@@ -13,7 +13,7 @@ from typing import Any
 from cannopy.page import charts
 from cannopy.parity.measure import MEDIAN_LIMIT, P90_LIMIT, ParityReport
 from cannopy.report import CompileReport
-from cannopy.report_view import fusion_rows, grouped_misses, headline
+from cannopy.report_view import fusion_rows, grouped_misses, headline, kernel_rows
 from cannopy.trial import Trial
 
 
@@ -71,7 +71,8 @@ def _phase(phase: str, report: CompileReport) -> str:
     fusions = _table(("rule", *kinds, "total"), rows, numbers=True)
     misses = grouped_misses(report.misses)
     missed = _table(("rule", "layers", "reason", "where"), misses, pre=True) if misses else "<p>none</p>"
-    kernels = sorted(report.kernels.items(), key=lambda item: (-item[1], item[0]))
+    layers, kernels = kernel_rows(report)
+    ge_kernels = sorted(report.kernels.items(), key=lambda item: (-item[1], item[0]))
     return f"""
 <section>
   <h2>{html.escape(phase)}</h2>
@@ -80,8 +81,10 @@ def _phase(phase: str, report: CompileReport) -> str:
   {fusions}
   <h3>Came near and did not fuse</h3>
   {missed}
-  <h3>Device kernels</h3>
-  {charts.bars(kernels)}
+  <h3>Device kernels by layer</h3>
+  {_table(("kernel", *layers, "total"), kernels, numbers=True)}
+  <h3>Device kernels that torchair submitted</h3>
+  {charts.bars(ge_kernels)}
 </section>"""
 
 

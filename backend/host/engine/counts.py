@@ -73,7 +73,8 @@ LARGE_BYTES = 1 << 20
 class Summary:
     """``ge_ops``: ops by type. ``kernels``: device kernels by type, that is without inputs, constants, metadata ops,
     prefetches, Casts without effect and whatever depends on constants only (GE folds it). ``cache_copies``: ops that
-    write a whole copy of a graph input which the graph writes (itself or a copy of it) or which has at least 1 MiB;
+    write a whole copy of a graph input which the graph writes (itself or a copy of it; not a one-element counter) or
+    which has at least 1 MiB;
     ``copied`` says which (op name, input name)."""
 
     ge_ops: dict[str, int]
@@ -186,7 +187,7 @@ def _copied(ops: list[Any], aliases: Mapping[int, int]) -> tuple[tuple[str, str]
         if op.type not in COPIES:
             continue
         inputs = [origins.graph_input(e, frozenset({"TensorMove"})) for e in _inputs(op)]
-        hit = next((d for d in inputs if d is not None and (d.name in mutated or _bytes(d) >= LARGE_BYTES)), None)
+        hit = next((d for d in inputs if d is not None and _is_cache(d, mutated)), None)
         if hit is not None:
             found[op.name] = hit.name
     results = next((_inputs(op) for op in ops if op.type == "NetOutput"), [])
@@ -195,6 +196,12 @@ def _copied(ops: list[Any], aliases: Mapping[int, int]) -> tuple[tuple[str, str]
         if producer.type in COPIES and index in data:
             found.setdefault(producer.name, data[index].name)
     return tuple(found.items())
+
+
+def _is_cache(data: Any, mutated: set[str]) -> bool:
+    """Whether copying this graph input matters: it is large, or the graph writes it and it is not a lone counter."""
+    counter = all(int(dim) == 1 for dim in data.output_desc[0].shape.dim)
+    return (data.name in mutated and not counter) or _bytes(data) >= LARGE_BYTES
 
 
 def _bytes(data: Any) -> int:

@@ -1,0 +1,39 @@
+"""Device kernels of a final graph, by layer: one per call, without what only renames memory or folds to a constant."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+
+from torch import fx
+
+from cannopy.fx_passes.graph import aten, is_call
+
+RENAMES = (operator.getitem, aten.reshape.default, aten.copy_.default)
+"""No kernel: an output is picked, memory is renamed, or torchair maps the write onto the op's own output."""
+
+
+def by_layer(graph: fx.Graph) -> dict[int | None, dict[str, int]]:
+    """{layer index, None outside of layers: {operation: number of kernels}} in layer order."""
+    folded = _constants(graph)
+    found: dict[int | None, Counter[str]] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node not in folded and not is_call(node, *RENAMES):
+            layer = node.meta.get("layer")
+            found.setdefault(layer, Counter())[_name(node)] += 1
+    order = sorted(found, key=lambda layer: (layer is None, layer or 0))
+    return {layer: dict(sorted(found[layer].items())) for layer in order}
+
+
+def _constants(graph: fx.Graph) -> set[fx.Node]:
+    """Calls that depend on no input of the graph; GE computes them once when it compiles."""
+    constant: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "call_function" and all(n in constant or n.op == "get_attr" for n in node.all_input_nodes):
+            constant.add(node)
+    return constant
+
+
+def _name(node: fx.Node) -> str:
+    name = str(node.target).removesuffix(".default")
+    return name.removeprefix("npu.").removesuffix("_functional")

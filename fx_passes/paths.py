@@ -8,6 +8,7 @@ A path is the text that `fx_passes.program.InputSpec.source` holds: a root (``se
 from __future__ import annotations
 
 import ast
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -98,4 +99,19 @@ def parse_path(path: str) -> Path:
 
 def compile_path(path: str) -> Resolver:
     """A function ``(module, args, kwargs) -> object`` for `path`, made once and called at every step."""
-    return parse_path(path).resolve
+    parsed = parse_path(path)
+    getters = tuple(
+        operator.attrgetter(s.key) if s.kind == "attr" else operator.itemgetter(s.key) for s in parsed.steps
+    )
+    root = ROOTS.index(parsed.root)
+
+    def resolve(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        value: Any = (module, args, kwargs)[root]
+        try:
+            for get in getters:
+                value = get(value)
+        except (AttributeError, LookupError, TypeError):
+            return parsed.resolve(module, args, kwargs)  # says which step failed
+        return value
+
+    return resolve

@@ -17,9 +17,11 @@ from cannopy.backend.build import build
 from cannopy.backend.cache import list_entries, manifest, verify
 from cannopy.backend.emit import EmittedModule
 from cannopy.backend.guards import GuardError
+from cannopy.backend.host import target
 from cannopy.backend.options import COMPILER_OPTIONS, BuildOptions
 from tests.backend.processes import run
 from tests.backend.programs import (
+    Cache,
     Tiny,
     aten,
     check_same_as_eager,
@@ -59,6 +61,27 @@ def test_cold_build(capsys) -> None:
         compiled(x.double(), cache)
 
 
+def test_the_first_run_of_a_loaded_graph_sees_the_target(tmp_path, monkeypatch) -> None:
+    """torchair asks for the chip once more when a stored graph runs for the first time."""
+    converter = importlib.import_module("torchair._ge_concrete_graph.fx2ge_converter")
+    original = converter._update_internal_format_from_inputs
+    seen = []
+    monkeypatch.setattr(
+        converter,
+        "_update_internal_format_from_inputs",
+        lambda *args: seen.append(target.current().name) or original(*args),
+    )
+    for _ in range(2):
+        model = tiny()
+        compiled, x, cache = compile_tiny(model, options(tmp_path, target="atlas-a2"))
+        for _i in range(2):
+            check_same_as_eager(compiled, model, x, cache)
+    assert compiled.report["cache"]["status"] == "hit"
+    model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()}, assign=True)
+    check_same_as_eager(compiled, model, x, cache)
+    assert seen == ["atlas-a2"] * 3
+
+
 def test_dynamo_has_no_part_in_the_calls() -> None:
     model = tiny()
     compiled, x, cache = compile_tiny(model, options())
@@ -89,6 +112,7 @@ def test_the_same_program_twice_in_one_process(tmp_path) -> None:
         assert stored(tmp_path / folder).stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_a_second_process_loads_without_dynamo(tmp_path) -> None:
     cold = run(tmp_path)
     warm = run(tmp_path)
@@ -190,6 +214,21 @@ def test_a_model_and_a_call_in_inference_mode() -> None:
     with torch.inference_mode():
         check_same_as_eager(compiled, model, x, cache)
     check_same_as_eager(compiled, model, x, cache)
+
+
+def test_weights_that_are_not_there(tmp_path) -> None:
+    model = tiny().to("meta")
+    x, cache = example()
+    call = (x.to("meta"), Cache(cache.keys.to("meta")))
+    for status in ("miss", "hit"):
+        found = look(model, call, options(tmp_path))
+        assert found.status == status
+        compiled = found.compiled
+        if compiled is None:
+            program = tiny_program(model, *call)
+            compiled = build(program, model, "forward", call, {}, options(tmp_path), found, {}, make_output)
+        assert compiled.report["ge_ops"]["MatMul"] == 1
+    assert look(tiny(), example(), options(tmp_path)).status == "miss"
 
 
 def test_options_are_set_and_checked() -> None:

@@ -39,7 +39,7 @@ def headline(report: CompileReport) -> str:
         text += f", {report.cache_copies} full-cache copies"
     cache = report.cache
     if cache:
-        reason = f" ({cache['reason']})" if cache.get("reason") else ""
+        reason = f" ({_shortened(cache['reason'])})" if cache.get("reason") else ""
         text += f"\ncompile cache: {cache.get('status', '?')}{reason}"
     return text
 
@@ -50,22 +50,6 @@ def layer_kinds(hits: Iterable[Mapping[str, Any]]) -> list[tuple[str, dict[str, 
     for hit in hits:
         by_layer.setdefault(hit.get("layer"), Counter())[hit["rule"]] += 1
     return _kinds(by_layer)
-
-
-def kernel_kinds(report: CompileReport) -> list[tuple[str, dict[str, int]]]:
-    """(layers, {op: kernels per layer}), layers with the same kernels together."""
-    return _kinds({entry["layer"]: entry["kernels"] for entry in report.layers})
-
-
-def kernels_table(report: CompileReport) -> Table:
-    """Device kernels by layer kind, with the number per layer in the last row."""
-    kinds = kernel_kinds(report)
-    table = _table("kernel", *(name for name, _ in kinds), numbers=True)
-    for op in sorted({op for _, kernels in kinds for op in kernels}):
-        table.add_row(op, *(str(kernels.get(op, "")) for _, kernels in kinds))
-    if kinds:
-        table.add_row("per layer", *(str(sum(kernels.values())) for _, kernels in kinds), style="bold")
-    return table
 
 
 def _kinds(by_layer: Mapping[int | None, Mapping[str, int]]) -> list[tuple[str, dict[str, int]]]:
@@ -141,18 +125,10 @@ def kernel_rows(report: CompileReport) -> tuple[list[str], list[list[str]]]:
 
     Layers with the same kernels are one kind.
     """
-    kinds: dict[tuple[tuple[str, int], ...], list[int]] = {}
-    outside: dict[str, int] = {}
+    columns = _kinds({entry["layer"]: entry["kernels"] for entry in report.layers})
     total: Counter[str] = Counter()
     for entry in report.layers:
         total.update(entry["kernels"])
-        if entry["layer"] is None:
-            outside = dict(entry["kernels"])
-        else:
-            kinds.setdefault(tuple(sorted(entry["kernels"].items())), []).append(entry["layer"])
-    columns = [(_ranges(layers), dict(ops)) for ops, layers in kinds.items()]
-    if outside:
-        columns.append(("outside layers", outside))
     rows = [
         [op, *(str(ops.get(op, "")) for _, ops in columns), str(count)]
         for op, count in sorted(total.items(), key=lambda item: (-item[1], item[0]))
@@ -195,6 +171,12 @@ def _table(*columns: str, numbers: bool = False) -> Table:
     for i, column in enumerate(columns):
         table.add_column(column, justify="right" if numbers and i else "left", overflow="fold")
     return table
+
+
+def _shortened(text: str, most: int = 160) -> str:
+    """``text`` on one line of at most ``most`` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most - 1]}…"
 
 
 def _layer(entry: Mapping[str, Any]) -> str:

@@ -116,7 +116,8 @@ class ParityReport:
 def token_errors(result: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     """Relative error per row of ``result`` against ``exact``, both float64 [tokens, features]."""
     scale = torch.linalg.vector_norm(exact, dim=-1).clamp_min(torch.finfo(torch.float64).tiny)
-    return torch.linalg.vector_norm(result - exact, dim=-1) / scale
+    errors: torch.Tensor = torch.linalg.vector_norm(result - exact, dim=-1) / scale
+    return errors
 
 
 def compare_picks(phase: str, plain: Sequence[Choice], exact: Sequence[Choice]) -> list[PickParity]:

@@ -76,7 +76,7 @@ class _Batch:
         first = next(n for n in editor.graph.nodes if n.op != "placeholder")
         like = next(iter(counters[0].users))
         with editor.before(first, like=like):
-            stack = editor.call(aten.cat.default, [editor.reshape(c, [1]) for c in counters], 0)
+            stack = editor.call(aten.stack.default, counters, 0)
         for i, counter in enumerate(counters):
             self.rows[counter] = _Row(stack, i, computed=False)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cannopy.fx_passes import counters
+from cannopy.fx_passes import counters, normalise
 from cannopy.fx_passes.graph import aten
 from cannopy.fx_passes.verifier import Verifier
 from tests.passes.graphs import built, count, program_of, run, same
@@ -42,8 +42,6 @@ def test_slots_become_one_table():
         return (*slots, *lengths, *(x + 4 for x in c))
 
     program = program_of(model, *COUNTERS, mutated=STATE)
-    from cannopy.fx_passes import normalise
-
     normalise.run(program)
     batched(program, *COUNTERS)
     assert count(program, aten.add.Tensor) == 4

@@ -24,6 +24,7 @@ entry that does not fit or is damaged is rebuilt.
 _EXAMPLES = """\
 examples:
   cannopy cache ls                               what is there, newest first
+  cannopy cache ls --json                        the same for a script
   cannopy cache verify                           check every byte against the manifests; exit code 1 for a bad entry
   cannopy cache show DeepseekV32ForCausalLM-1f0c    one entry: key, versions, inputs (a unique beginning is enough)
   cannopy cache prune --older-than-days 30 --keep 5

@@ -47,7 +47,7 @@ def positive(text: str) -> int:
 
 def _fusion(text: str) -> tuple[str, FusionSwitch]:
     name, equals, switch = text.partition("=")
-    if not equals or switch not in _SWITCHES:
+    if not (name and equals) or switch not in _SWITCHES:
         raise argparse.ArgumentTypeError(f"expected RULE=on, RULE=off or RULE=require, found {text!r}")
     return name, _SWITCHES[switch]
 

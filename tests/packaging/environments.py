@@ -61,10 +61,7 @@ def link_packages(environment: Environment, *, torch: bool, standin: bool = True
         name = entry.name
         if name.endswith(".pth") or name.lower().startswith(("cannopy", "__editable__", "__pycache__")):
             continue
-        if torch:
-            wanted = standin or name != "torch_npu.libs"
-        else:
-            wanted = name in LIGHT
+        wanted = (standin or name != "torch_npu.libs") if torch else name in LIGHT
         target = environment.site / name
         if wanted and not target.exists():
             target.symlink_to(entry)

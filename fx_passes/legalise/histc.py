@@ -25,7 +25,8 @@ def run(program: Program, editor: Editor) -> int:
 
 def _counts(editor: Editor, node: fx.Node) -> fx.Node:
     names = ("self", "bins", "min", "max")
-    given: dict[str, Any] = {"bins": 100, "min": 0, "max": 0} | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    given: dict[str, Any] = {"bins": 100, "min": 0, "max": 0}
+    given |= dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     bins, low, high = given["bins"], given["min"], given["max"]
     x = given["self"]
     ids = x.args[0] if is_call(x, aten._to_copy.default) else x

@@ -74,18 +74,14 @@ def test_unknown_fusion_names_the_nearest():
         Options(fusions={"mla_prologue": False}).check_fusions(["mla_prolog", "rms_norm"])
 
 
-REPORT_KEYS = {
-    "fusions", "misses", "nodes", "kernels", "ge_ops", "cache_copies", "schedule", "cache", "timings", "device", "versions",
-}  # fmt: skip
-SCHEDULE_KEYS = {
-    "streams", "core_limits", "prefetches", "super_kernels", "predicted_us", "lower_bound_us", "serial_us",
-}  # fmt: skip
+REPORT_KEYS = "fusions misses nodes kernels ge_ops cache_copies schedule cache timings device versions"
+SCHEDULE_KEYS = "streams core_limits prefetches super_kernels predicted_us lower_bound_us serial_us"
 
 
 def test_report_has_the_documented_keys():
     data = CompileReport().to_dict()
-    assert REPORT_KEYS <= set(data)
-    assert set(data["schedule"]) == SCHEDULE_KEYS
+    assert set(REPORT_KEYS.split()) <= set(data)
+    assert list(data["schedule"]) == SCHEDULE_KEYS.split()
     assert json.loads(json.dumps(data)) == data
 
 

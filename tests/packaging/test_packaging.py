@@ -169,8 +169,8 @@ def test_editable_install_follows_the_source(tmp_path):
     source = copy_source(tmp_path / "source")
     environment = new_environment(tmp_path / "venv")
     link_packages(environment, torch=False)
-    for name in ("setuptools", "_distutils_hack"):
-        (environment.site / name).symlink_to(SITE / name)
+    for part in (*SITE.glob("setuptools*"), SITE / "_distutils_hack"):
+        (environment.site / part.name).symlink_to(part)
     environment.install("--no-build-isolation", "--editable", str(source))
     (source / "frontend" / "added_later.py").write_text("VALUE = 7\n")
     code = "import cannopy.frontend.added_later as a, cannopy.backend as b; print(a.VALUE, b.__file__)"

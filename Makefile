@@ -22,11 +22,14 @@ help: ## list the targets
 run: $(READY) ## compile and run the tiny DeepSeek-V3.2: fusions, parity, timings; report in out/
 	@$(BIN)/cannopy run deepseek-v3.2 --size tiny --out out $(ARGS)
 
+# One file of tests per worker at a time: files share captured models. A worker's torch keeps to one thread.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
 test: $(READY) ## all tests
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 test-fast: $(READY) ## the tests without those marked slow
-	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	@$(PYTEST) -m "not slow" $(ARGS)
 
 lint: $(READY) ## ruff and a strict mypy
 	@$(BIN)/ruff check .

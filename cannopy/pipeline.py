@@ -87,8 +87,7 @@ def _rules(name: str, rules: Sequence[Rule], options: Options, log: Log, require
 
 def _runner(rules: Sequence[Rule], options: Options, log: Log) -> Callable[[Program], int]:
     def run_rules(program: Program) -> int:
-        settings = {"block_size": options.block_size}
-        return apply(rules, Context(program, Editor(program.gm), options.target, settings), log)
+        return apply(rules, Context(program, Editor(program.gm), options.target, options.block_size), log)
 
     return run_rules
 

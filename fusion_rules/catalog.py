@@ -12,7 +12,7 @@ from cannopy.fusion_rules.rewrite import (
     moe_experts,
     moe_experts_batched,
     moe_gating_top_k,
-    sparse_mla,
+    sparse_flash_attention,
     swiglu,
 )
 
@@ -20,7 +20,7 @@ LIFT: tuple[Rule, ...] = (lift_rms_norm.RULE, *lift_rotary.RULES, lift_attention
 """ATen spellings to dialect ops."""
 
 REWRITE: tuple[Rule, ...] = (
-    sparse_mla.RULE,
+    sparse_flash_attention.RULE,
     mla_prolog.RULE,
     *moe_gating_top_k.RULES,
     *moe_experts.RULES,

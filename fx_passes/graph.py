@@ -22,11 +22,6 @@ def is_call(value: object, *targets: Any) -> bool:
     return isinstance(value, fx.Node) and value.op == "call_function" and value.target in targets
 
 
-def val(node: fx.Node) -> Any:
-    """The fake value of ``node``: a FakeTensor, a tuple of them or a number."""
-    return node.meta["val"]
-
-
 def shape(node: fx.Node) -> tuple[int, ...]:
     """The static shape of a tensor node."""
     return tuple(int(d) for d in node.meta["val"].shape)

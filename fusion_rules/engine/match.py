@@ -157,7 +157,7 @@ class Matcher:
         if not isinstance(value, fx.Node) or value.op != "call_function" or not is_one_of(value.target, p.targets):
             self._fail(state, value if isinstance(value, fx.Node) else user, _names(p), describe(value))
             return
-        if len(value.args) > len(p.args) and not p.rest or len(value.args) < len(p.args):
+        if (len(value.args) > len(p.args) and not p.rest) or len(value.args) < len(p.args):
             self._fail(state, value, f"{_names(p)} with {len(p.args)} arguments", f"{len(value.args)} arguments")
             return
         extra = set(value.kwargs) - {k for k, _ in p.kwargs}

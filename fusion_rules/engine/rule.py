@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from cannopy.fusion_rules.engine.match import Match
-from cannopy.fusion_rules.engine.pattern import Op, Pattern
+from cannopy.fusion_rules.engine.pattern import Alt, Op, Pattern
 from cannopy.fx_passes.graph import Editor, where
 from cannopy.fx_passes.program import Program
 
@@ -24,17 +24,22 @@ class Refusal:
 
 @dataclass
 class Context:
-    """What checks and rewrites may look at and change."""
+    """What checks and rewrites may look at and change.
+
+    ``target`` is the product whose contracts hold, ``block_size`` the rows per block of a paged cache (None: chosen).
+    """
 
     program: Program
     editor: Editor
     target: str = "atlas-a3"
-    settings: dict[str, Any] = field(default_factory=dict)
-    scratch: dict[str, Any] = field(default_factory=dict)
+    block_size: int | None = None
 
 
 Check = Callable[[Match, Context], Refusal | None]
 Rewrite = Callable[[Match, Context], None]
+
+NEVER = 1_000
+"""As `Rule.near`: no failed match of the rule is worth a report."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class Rule:
     def anchors(self) -> tuple[Any, ...]:
         """The operations at which the pattern can start."""
         pattern = self.pattern
-        options = pattern.options if hasattr(pattern, "options") else (pattern,)
+        options = pattern.options if isinstance(pattern, Alt) else (pattern,)
         targets: list[Any] = []
         for option in options:
             if not isinstance(option, Op):

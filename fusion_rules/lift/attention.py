@@ -11,9 +11,8 @@ from torch import fx
 from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Alt, Any, Literal, Number, Through, op
 from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
+from cannopy.fusion_rules.engine.spellings import CAST
 from cannopy.fx_passes.graph import aten, dtype, shape
-
-CAST = (aten._to_copy.default,)
 
 _products = op(aten.matmul.default, Any("q"), op(aten.permute.default, Any("k"), Literal([0, 1, 3, 2])))
 _scaled = op(aten.mul.Tensor, _products, Number("scale"), name="scaled")

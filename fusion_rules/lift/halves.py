@@ -26,12 +26,8 @@ def _equal_halves(node: object) -> bool:
     if is_call(node, aten.cat.default):
         parts, dim = node.args[0], node.args[1]
         assert isinstance(parts, list | tuple)
-        return len(parts) == 2 and parts[0] is parts[1] and dim == len(shape(node)) - 1
-    if is_call(node, aten.reshape.default):
-        inner = node.args[0]
-        assert isinstance(inner, fx.Node)
-        return shape(inner)[-1:] == shape(node)[-1:] and _equal_halves(inner)
-    if is_call(node, aten.expand.default):
+        return len(parts) == 2 and parts[0] is parts[1] and bool(dim == len(shape(node)) - 1)
+    if is_call(node, aten.reshape.default, aten.expand.default):
         inner = node.args[0]
         assert isinstance(inner, fx.Node)
         return shape(inner)[-1:] == shape(node)[-1:] and _equal_halves(inner)

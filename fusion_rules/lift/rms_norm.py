@@ -8,9 +8,8 @@ from torch import fx
 from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Any, Items, Literal, Number, Through, op
 from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
-from cannopy.fx_passes.graph import aten, dtype, is_call, shape
-
-CAST = (aten._to_copy.default,)
+from cannopy.fusion_rules.engine.spellings import CAST, before_widening
+from cannopy.fx_passes.graph import aten, dtype, shape
 
 
 def _float32(value: object) -> str | None:
@@ -46,14 +45,7 @@ PATTERN = op(
 
 
 def _source(match: Match) -> fx.Node:
-    """The value before it was widened to fp32."""
-    wide: fx.Node = match["wide"]
-    if is_call(wide, *CAST):
-        narrow = wide.args[0]
-        assert isinstance(narrow, fx.Node)
-        if dtype(narrow) == dtype(match.anchor):
-            return narrow
-    return wide
+    return before_widening(match["wide"], dtype(match.anchor))
 
 
 def check(match: Match, ctx: Context) -> Refusal | None:

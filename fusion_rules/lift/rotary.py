@@ -110,7 +110,8 @@ def rewrite_rotate_half(match: Match, ctx: Context) -> None:
     """Take the first half of cos and sin."""
     halves = [half_of(ctx, match[k]) for k in ("cos", "sin")]
     cos, sin = halves
-    assert cos is not None and sin is not None
+    assert cos is not None
+    assert sin is not None
     _emit(match, ctx, cos, sin)
 
 

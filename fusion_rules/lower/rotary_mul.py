@@ -36,7 +36,8 @@ def check(match: Match, ctx: Context) -> Refusal | None:
     if packed is None:
         return Refusal(f"layout x {list(shape(match['x']))}, cos {list(shape(match['cos']))} is not one of the op's",
                        match.anchor)
-    fakes = [ctx.editor.fake(lambda n=n: torch.empty(n, dtype=dtype(match["x"]))) for n in (*packed, packed[1])]
+    with ctx.editor.fake_mode:
+        fakes = [torch.empty(size, dtype=dtype(match["x"])) for size in (*packed, packed[1])]
     return illegal("npu_rotary_mul", fakes, {}, match.anchor, ctx)
 
 

@@ -15,6 +15,7 @@ from torch import fx
 from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Number, Pattern, Through, op
 from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
+from cannopy.fusion_rules.engine.spellings import gated_halves_refusal, half
 from cannopy.fusion_rules.rewrite.trial import Call, refused
 from cannopy.fx_passes.graph import aten, dtype, is_call, shape
 from cannopy.fx_passes.weight_plan import derived, preview, why_not_weight
@@ -137,19 +138,7 @@ def glu_refusal(match: Match, intermediate: int) -> Refusal | None:
     """SiLU is on the first half of the up projection; nothing to check when npu_swiglu did it already."""
     if match.get("gate_start") is None:
         return None
-    gate = tuple(match[f"gate_{k}"] for k in ("dim", "start", "end", "step"))
-    up = tuple(match[f"up_{k}"] for k in ("dim", "start", "end", "step"))
-    first, second = (1, 0, intermediate, 1), (1, intermediate, 2 * intermediate, 1)
-    if (gate, up) == (first, second):
-        return None
-    found = "the second half" if (gate, up) == (second, first) else f"{list(gate[1:])} with {list(up[1:])}"
-    return Refusal(f"SiLU must be on the first half of the features and multiply the second, found {found}",
-                   match["silu"])
-
-
-def half(of: Pattern, name: str) -> Pattern:
-    """A slice of ``of``; binds ``name``_dim, _start, _end and _step."""
-    return op(aten.slice.Tensor, of, *(Number(f"{name}_{k}") for k in ("dim", "start", "end", "step")))
+    return gated_halves_refusal(match, 1, 2 * intermediate)
 
 
 def glu(up_projection: Pattern) -> Pattern:

@@ -18,15 +18,13 @@ from cannopy.fusion_rules.engine.legal import illegal
 from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Any, Literal, Number, Op, Pattern, Through, op
 from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
+from cannopy.fusion_rules.engine.spellings import RESHAPE, SWAP_HEADS
 from cannopy.fusion_rules.lift.halves import doubled
 from cannopy.fusion_rules.rewrite import positions
 from cannopy.fx_passes import rebind
 from cannopy.fx_passes.graph import aten, shape
 from cannopy.fx_passes.order import sort
 from cannopy.fx_passes.weight_plan import derived, preview, why_not_weight
-
-RESHAPE = (aten.reshape.default,)
-TO_TOKENS = Literal([0, 2, 1, 3])
 
 
 def _norm(x: Pattern, prefix: str) -> Op:
@@ -45,14 +43,14 @@ def _rotated(x: Pattern, name: str) -> Op:
 
 def _tokens(x: Pattern) -> Pattern:
     """[B, N, S, D] → [T, N, D]."""
-    return Through(op(aten.permute.default, x, TO_TOKENS), over=RESHAPE)
+    return Through(op(aten.permute.default, x, SWAP_HEADS), over=RESHAPE)
 
 
 _heads = op(
     aten.permute.default,
     op(aten.reshape.default, op(aten.linear.default, Through(_norm(op(aten.linear.default, Any("x_q"), Any("w_dq")),
        "cq"), over=RESHAPE), Any("w_uq")), Any()),
-    TO_TOKENS,
+    SWAP_HEADS,
     name="heads",
 )
 _kv = op(aten.linear.default, Any("x_kv"), Any("w_dkv"), name="kv")
@@ -129,7 +127,7 @@ def _layout(match: Match) -> Refusal | None:
 
 def _caches(match: Match, ctx: Context) -> tuple[int, Refusal | None]:
     s = sizes(match)
-    block = positions.block_size(s["L"], ctx.settings.get("block_size"))
+    block = positions.block_size(s["L"], ctx.block_size)
     if isinstance(block, str):
         return 0, Refusal(block, match["latent_new"])
     for prefix in ("latent", "rope"):
@@ -200,9 +198,10 @@ def _attributes(match: Match) -> dict[str, object]:
 def rewrite(match: Match, ctx: Context) -> None:
     """Emit the op, let the attention read its queries and caches, and the indexer its normalised q_c."""
     s, editor = sizes(match), ctx.editor
-    block = positions.block_size(s["L"], ctx.settings.get("block_size"))
+    block = positions.block_size(s["L"], ctx.block_size)
     x = _same_input(match)
-    assert isinstance(block, int) and x is not None
+    assert isinstance(block, int)
+    assert x is not None
     tokens = s["B"] * s["S"]
     for prefix in ("latent", "rope"):
         rebind.rebind(ctx.program, editor, match[f"{prefix}_cache"], _block_view(match, prefix, block))

@@ -17,7 +17,7 @@ from torch import fx
 
 from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Literal, Number, Pattern, Through, op
-from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
+from cannopy.fusion_rules.engine.rule import NEVER, Context, Refusal, Rule
 from cannopy.fusion_rules.rewrite.trial import Call, arguments, refused
 from cannopy.fx_passes.graph import aten, dtype, is_call, shape
 
@@ -210,9 +210,6 @@ def _scaled(weights: Pattern) -> Pattern:
     return op(aten.mul.Tensor, weights, Number("factor"))
 
 
-NEVER = 1_000
-"""As `near`: the ids of a top-k are never a near miss of its values."""
-
 RULES = (
     _rule("sigmoid(x)[ids] / (Σ + eps) · f  →  npu_moe_gating_top_k(norm_type=1)", _scaled(NORMED), True),
     _rule("sigmoid(x)[ids] / (Σ + eps)  →  npu_moe_gating_top_k(norm_type=1)", NORMED, True),
@@ -221,4 +218,5 @@ RULES = (
     _rule("topk(softmax(x)) · f  →  npu_moe_gating_top_k(norm_type=0)", _scaled(VALUES), False, NEVER),
     _rule("topk(softmax(x))  →  npu_moe_gating_top_k(norm_type=0)", VALUES, False, NEVER),
 )
-"""With the scaling factor first: the shorter form is part of the longer one."""
+"""With the scaling factor first: the shorter form is part of the longer one. The last two have no near misses: the ids
+of a top-k are none of its values."""

@@ -7,42 +7,35 @@ that cast both halves to fp32 first round once: both become the op, without thei
 from __future__ import annotations
 
 from typing import Any as Anything
-from typing import cast
 
 import torch
 from torch import fx
 
 from cannopy.fusion_rules.engine.match import Match
-from cannopy.fusion_rules.engine.pattern import Any, Number, Pattern, Through, op
-from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
+from cannopy.fusion_rules.engine.pattern import Any, Pattern, Through, op
+from cannopy.fusion_rules.engine.rule import NEVER, Context, Refusal, Rule
+from cannopy.fusion_rules.engine.spellings import CAST, before_widening, gated_halves_refusal, half
 from cannopy.fusion_rules.rewrite.trial import Call, arguments, refused
 from cannopy.fx_passes.graph import aten, dtype, is_call, shape
 from cannopy.fx_passes.weight_plan import derived, preview, why_not_weight
 
 MERGED = "torch.cat((w[0], w[1]))"
-CASTS = (aten._to_copy.default,)
 CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.clamp.Tensor)
 ACTIVATIONS = (aten.silu.default, aten.gelu.default, aten.relu.default, aten.sigmoid.default, aten.tanh.default)
-NEVER = 1_000
-"""As `near`: every product of two values would be a near miss; look-alikes match and are refused by `_look_alike`."""
 
 
 def _product(gate: Pattern, up: Pattern) -> Pattern:
-    over = CASTS + CLAMPS
+    over = CAST + CLAMPS
     silu = op(ACTIVATIONS, Through(gate, over=over, name="gate"), rest=True, name="silu")
     return op(aten.mul.Tensor, Through(silu, over=over, name="activated"), Through(up, over=over, name="up"),
               commutative=True, name="product")
-
-
-def _half(name: str) -> Pattern:
-    return op(aten.slice.Tensor, Any("whole"), *(Number(f"{name}_{k}") for k in ("dim", "start", "end", "step")))
 
 
 LINEARS = _product(
     op(aten.linear.default, Any("x"), Any("gate_weight"), rest=True, name="gate_linear"),
     op(aten.linear.default, Any("x"), Any("up_weight"), rest=True, name="up_linear"),
 )
-HALVES = _product(_half("gate"), _half("up"))
+HALVES = _product(half(Any("whole"), "gate"), half(Any("whole"), "up"))
 
 
 def _look_alike(match: Match) -> Refusal | None:
@@ -71,27 +64,11 @@ def _precision_refusal(match: Match, narrow: torch.dtype) -> Refusal | None:
 
 def _source(match: Match) -> fx.Node:
     """The tensor that was cut in halves, before it was widened to fp32."""
-    whole: fx.Node = match["whole"]
-    if is_call(whole, *CASTS) and dtype(whole) == torch.float32:
-        narrow = cast(fx.Node, whole.args[0])
-        if dtype(narrow) == dtype(match.anchor):
-            return narrow
-    return whole
+    return before_widening(match["whole"], dtype(match.anchor))
 
 
 def _halves_refusal(match: Match) -> Refusal | None:
-    whole: fx.Node = match["whole"]
-    gate = tuple(match[f"gate_{k}"] for k in ("dim", "start", "end", "step"))
-    up = tuple(match[f"up_{k}"] for k in ("dim", "start", "end", "step"))
-    dim = gate[0]
-    size = shape(whole)[dim]
-    first, second = (dim, 0, size // 2, 1), (dim, size // 2, size, 1)
-    if size % 2 or (gate, up) != (first, second):
-        swapped = (gate, up) == (second, first)
-        found = "the second half" if swapped else f"[start, end, step] {list(gate[1:])} with {list(up[1:])}"
-        return Refusal(f"SiLU must be on the first half of dim {dim} and multiply the second, found {found}",
-                       match["silu"])
-    return None
+    return gated_halves_refusal(match, match["gate_dim"], shape(match["whole"])[match["gate_dim"]])
 
 
 def _emit_halves(match: Match, call: Call) -> Anything:
@@ -175,4 +152,5 @@ RULES = (
     Rule("swiglu", _ONE, _cast(HALVES), _rewrite_halves, _check_halves, "npu_swiglu", NEVER),
     Rule("swiglu", _ONE, HALVES, _rewrite_halves, _check_halves, "npu_swiglu", NEVER),
 )
-"""The forms with a last cast (fp32 inside) first: the shorter forms are part of them."""
+"""The forms with a last cast (fp32 inside) first: the shorter forms are part of them. None has near misses, which every
+product of two values would be; look-alikes match and are refused by `_look_alike`."""

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.passes.graphs import program_of
 
 from cannopy.fx_passes import normalise
 from cannopy.fx_passes.affine import Causal, causal
+from tests.passes.graphs import program_of
 
 PAST = torch.tensor(5)
 QUERIES, KEYS = 3, 12

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,13 +97,12 @@ def fresh(c: Case) -> Program:
     return copy.deepcopy(c.program)
 
 
-def fuse(program: Program, rules: Sequence[Rule], settings: Mapping[str, Any] | None = None,
-         target: str = "atlas-a3") -> Log:
+def fuse(program: Program, rules: Sequence[Rule], block_size: int | None = None, target: str = "atlas-a3") -> Log:
     """Apply ``rules`` one after the other with normalisation in between; the program is verified after each."""
     log = Log()
     verifier = Verifier(program)
     for rule in rules:
-        apply((rule,), Context(program, Editor(program.gm), target, dict(settings or {})), log)
+        apply((rule,), Context(program, Editor(program.gm), target, block_size), log)
         normalise.run(program)
         verifier.verify(program)
     program.gm.recompile()

@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from tests.rules.support import build, case, fresh, fuse, run, stock, targets
 from torch import fx
 
 from cannopy.backend.host import target
 from cannopy.backend.host.activate import activate
 from cannopy.fusion_rules import catalog
-from cannopy.fusion_rules.rewrite import mla_prolog, sparse_mla
+from cannopy.fusion_rules.rewrite import mla_prolog, sparse_flash_attention
 from cannopy.fx_passes.graph import Editor, aten, is_call, shape
 from cannopy.fx_passes.program import Program
+from tests.rules.support import build, case, fresh, fuse, run, stock, targets
 
-ATTENTION = (*catalog.LIFT, sparse_mla.RULE, mla_prolog.RULE)
-SPARSE, PROLOG = sparse_mla.RULE.name, mla_prolog.RULE.name
+ATTENTION = (*catalog.LIFT, sparse_flash_attention.RULE, mla_prolog.RULE)
+SPARSE, PROLOG = sparse_flash_attention.RULE.name, mla_prolog.RULE.name
 NOISE = 0.03
 """Relative error of one layer between bf16 roundings at different places, with the index picks that then flip."""
 
@@ -258,7 +258,7 @@ def test_an_extra_user_of_the_latent_query_is_served() -> None:
 
 
 def test_an_impossible_block_size_is_refused() -> None:
-    log = fuse(fresh(stock(3, 2, 20)), ATTENTION, settings={"block_size": 48})
+    log = fuse(fresh(stock(3, 2, 20)), ATTENTION, block_size=48)
     assert any(m.rule == SPARSE and "block_size 48" in m.reason for m in log.misses)
 
 

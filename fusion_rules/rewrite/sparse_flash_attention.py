@@ -18,13 +18,12 @@ from cannopy.fusion_rules.engine.legal import illegal
 from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Literal, Number, Op, Pattern, Through, op
 from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
+from cannopy.fusion_rules.engine.spellings import CAST, RESHAPE, SWAP_HEADS
 from cannopy.fusion_rules.rewrite import positions
 from cannopy.fx_passes.affine import Causal, causal, very_negative
 from cannopy.fx_passes.graph import aten, dtype, shape
 from cannopy.fx_passes.weight_plan import derived, preview, why_not_weight
 
-CAST = (aten._to_copy.default,)
-RESHAPE = (aten.reshape.default,)
 MINUS_INF = float("-inf")
 
 
@@ -60,17 +59,15 @@ def _selected() -> Pattern:
         op(aten.topk.default, *topk_args, Literal(-1), Literal(True), Any("sorted"), name="topk"),
     ))
     picks = Through(op(operator.getitem, topk, Literal(1)), over=CAST, name="picks")
-    return Through(
-        op(aten.scatter.value, op(aten.full.default, Any(), Literal(True), rest=True), Literal(-1), picks, Literal(False)),
-        over=RESHAPE,
-    )
+    all_true = op(aten.full.default, Any(), Literal(True), rest=True)
+    return Through(op(aten.scatter.value, all_true, Literal(-1), picks, Literal(False)), over=RESHAPE)
 
 
 def _keys_and_values() -> tuple[Pattern, Pattern]:
     expanded = op(
         aten.permute.default,
         op(aten.reshape.default, op(aten.linear.default, Through(_cache("latent"), over=RESHAPE), Any("kv_b")), Any()),
-        Literal([0, 2, 1, 3]),
+        SWAP_HEADS,
         name="expanded",
     )
     rope = Through(_cache("rope"), over=(*RESHAPE, aten.expand.default), name="rope_keys")
@@ -161,7 +158,7 @@ def check(match: Match, ctx: Context) -> Refusal | None:
         if not match[name] > 0:
             return Refusal(f"{name} is {match[name]}: only a positive factor leaves the top-k unchanged",
                            match["per_head"])
-    block = positions.block_size(sizes(match)["L"], ctx.settings.get("block_size"))
+    block = positions.block_size(sizes(match)["L"], ctx.block_size)
     if isinstance(block, str):
         return Refusal(block, match["latent"])
     reason = why_not_weight(ctx.program, match["kv_b"])
@@ -211,8 +208,9 @@ def rewrite(match: Match, ctx: Context) -> None:
     """Emit the indexer, the absorbed queries, the sparse attention and the value projection."""
     s = sizes(match)
     past = _masks(match)
-    block = positions.block_size(s["L"], ctx.settings.get("block_size"))
-    assert isinstance(past, Causal) and isinstance(block, int)
+    block = positions.block_size(s["L"], ctx.block_size)
+    assert isinstance(past, Causal)
+    assert isinstance(block, int)
     ends = positions.query_ends(ctx, s["B"], s["S"])
     lengths = positions.key_lengths(ctx, past, s["B"], s["S"])
     table = positions.block_table(ctx, s["B"], s["L"], block)
@@ -281,7 +279,10 @@ def _emit_values(match: Match, ctx: Context, attended: fx.Node) -> fx.Node:
 
 RULE = Rule(
     name="sparse_flash_attention",
-    equation="softmax(topk_mask(q [W_UK c; r]^T)) (W_UV c) -> lightning_indexer + sparse_flash_attention(q W_UK, c, r) W_UV",
+    equation=(
+        "softmax(topk_mask(q [W_UK c; r]^T)) (W_UV c) -> "
+        "lightning_indexer + sparse_flash_attention(q W_UK, c, r) W_UV"
+    ),
     pattern=PATTERN,
     check=check,
     rewrite=rewrite,

@@ -1,0 +1,43 @@
+"""What several rules look for or look through."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import fx
+
+from cannopy.fusion_rules.engine.match import Match
+from cannopy.fusion_rules.engine.pattern import Literal, Number, Op, Pattern, op
+from cannopy.fusion_rules.engine.rule import Refusal
+from cannopy.fx_passes.graph import aten, dtype, is_call
+
+CAST = (aten._to_copy.default,)
+RESHAPE = (aten.reshape.default,)
+SWAP_HEADS = Literal([0, 2, 1, 3])
+"""The dims of a permute between [B, N, S, D] and [B, S, N, D]."""
+
+
+def before_widening(value: fx.Node, narrow: torch.dtype) -> fx.Node:
+    """What ``value`` was cast to fp32 from when that is of dtype ``narrow``, else ``value`` itself."""
+    if is_call(value, *CAST) and dtype(value) == torch.float32:
+        source = cast(fx.Node, value.args[0])
+        if dtype(source) == narrow:
+            return source
+    return value
+
+
+def half(of: Pattern, name: str) -> Op:
+    """A slice of ``of``; binds ``name``_dim, _start, _end and _step."""
+    return op(aten.slice.Tensor, of, *(Number(f"{name}_{k}") for k in ("dim", "start", "end", "step")))
+
+
+def gated_halves_refusal(match: Match, dim: int, size: int) -> Refusal | None:
+    """`half` "gate", whose SiLU is "silu", is the first and "up" the second of ``dim``, which has ``size`` entries."""
+    gate, up = (tuple(match[f"{name}_{k}"] for k in ("dim", "start", "end", "step")) for name in ("gate", "up"))
+    first, second = (dim, 0, size // 2, 1), (dim, size // 2, size, 1)
+    if size % 2 == 0 and (gate, up) == (first, second):
+        return None
+    swapped = (gate, up) == (second, first)
+    found = "the second half" if swapped else f"[start, end, step] {list(gate[1:])} with {list(up[1:])}"
+    return Refusal(f"SiLU must be on the first half of dim {dim} and multiply the second, found {found}", match["silu"])

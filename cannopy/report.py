@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cannopy.fx_passes.manager import PassRecord
 
 _SCHEDULE = ("streams", "core_limits", "prefetches", "super_kernels", "predicted_us", "lower_bound_us", "serial_us")
-_DISTRIBUTIONS = ("cannopy", "torch", "torch_npu", "transformers")
+_DISTRIBUTIONS = ("torch", "torch_npu", "transformers")
 
 
 def _no_schedule() -> dict[str, Any]:
@@ -102,7 +102,9 @@ class CompileReport:
 
 def versions() -> dict[str, str]:
     """Python and the installed packages that decide what a compilation gives; absent ones are left out."""
-    found = {"python": platform.python_version()}
+    from cannopy import __version__
+
+    found = {"cannopy": __version__, "python": platform.python_version()}
     for name in _DISTRIBUTIONS:
         try:
             found[name] = metadata.version(name)

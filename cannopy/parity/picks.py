@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cannopy.errors import CannopyError
 
-Kind = Literal["experts", "keys", "topk"]
+Kind = Literal["experts", "groups", "keys", "topk"]
 
 
 class ReplayError(CannopyError):
@@ -29,7 +29,7 @@ class Pick:
 
     ``indices`` int64 [rows, k]; -1 stands for no candidate left. ``width`` is the number of candidates, None when the
     op does not say (a paged cache). ``kind``: ``experts`` (npu_moe_gating_top_k), ``keys`` (npu_lightning_indexer) or
-    ``topk`` (a topk that was not fused).
+    ``topk`` (a topk that was not fused); ``groups`` of experts are implied by the experts and never recorded.
     """
 
     kind: Kind
@@ -124,7 +124,8 @@ class Replay(TorchDispatchMode):
         wanted = self._wanted(pick, flat, own.shape[-1])
         if wanted is None:
             return out
-        self.choices.append(Choice(pick.kind, flat.clone(), own.reshape(flat.shape[0], -1), wanted))
+        kind: Kind = pick.kind if wanted is pick.indices else "groups"
+        self.choices.append(Choice(kind, flat.clone(), own.reshape(flat.shape[0], -1), wanted))
         indices = _complete(wanted, flat).view(own.shape)
         return scores.gather(-1, indices), indices
 

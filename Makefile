@@ -13,7 +13,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
 
-.PHONY: help run test test-fast lint setup clean
+.PHONY: help run test test-fast lint docs setup clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -34,6 +34,9 @@ test-fast: $(READY) ## the tests without those marked slow
 lint: $(READY) ## ruff and a strict mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/python tools/typecheck.py
+
+docs: $(READY) ## write the pages that are generated from the rules
+	@$(BIN)/python docs/generate.py
 
 setup: $(READY) ## only make .venv
 

@@ -104,7 +104,8 @@ class Binder:
         for p in self._parameters:
             if p.kind is p.VAR_POSITIONAL:
                 if p.name == name and steps and isinstance(steps[0], Key) and isinstance(steps[0].value, int):
-                    return Path("args", (Key(steps[0].value + max(positional, 0)), *steps[1:]))
+                    index = steps[0].value + positional  # -1: self itself is among *args (a decorator's wrapper)
+                    return Path("args", (Key(index), *steps[1:])) if index >= 0 else Path("self", steps[1:])
                 continue
             if p.kind is p.VAR_KEYWORD:
                 if p.name == name:

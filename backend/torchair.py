@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from cannopy.backend.ge_graph import summary
 from cannopy.backend.options import BuildOptions
 from cannopy.backend.quiet import quiet
 from cannopy.backend.runtime import GeneratedModule, Tensors
@@ -111,12 +112,15 @@ class Loaded:
 
     def counts(self) -> dict[str, Any]:
         """What the lowered graph is made of: ``ge_ops``, ``kernels`` and ``cache_copies`` of a compile report."""
-        engine = importlib.import_module("cannopy.backend.host.engine")
-        ran = next(
-            (g for g in engine.recorded() if g.ge_graph is getattr(self.ge_graph, "_proto", self.ge_graph)), None
-        )
-        found = engine.summary(self.ge_graph) if ran is None else ran.summary()
+        found = summary(self.ge_graph, {} if have_npu() else self._aliases())
         return {"ge_ops": found.ge_ops, "kernels": found.kernels, "cache_copies": found.cache_copies}
+
+    def _aliases(self) -> Mapping[int, int]:
+        """Graph output to the graph input that it overwrites, as the host engine saw it; {} before the first run."""
+        engine = importlib.import_module("cannopy.backend.host.engine")
+        graph = getattr(self.ge_graph, "_proto", self.ge_graph)
+        found: Mapping[int, int] = next((g.aliases for g in engine.recorded() if g.ge_graph is graph), {})
+        return found
 
 
 class TorchairFactory:

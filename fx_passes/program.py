@@ -45,8 +45,9 @@ class OutputSpec:
 
     ``treespec`` is the serialised pytree of the result (`torch.utils._pytree.treespec_dumps`) when the
     result is made of registered containers. Each leaf is ``("tensor", i)`` for graph output ``i``,
-    ``("source", path)`` for an object or tensor that the caller passed in (returned by identity) or
-    ``("const", value)``.
+    ``("source", path)`` for an object or tensor that the caller passed in (returned by identity),
+    ``("view", (path, shape, stride, offset))`` for a view of the tensor at ``path`` (strides and the offset from its
+    first element count elements) or ``("const", value)``.
     """
 
     treespec: str

@@ -29,8 +29,7 @@ def activate() -> None:
     from torchair._ge_concrete_graph import compat_ir
     from torchair.core import _backend, _torchair
 
-    if kernels.registered_product() is None:
-        kernels.register()
+    kernels.register()
     target.install()
     if _backend.TorchNpuGraph is HostGraph:
         return

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from cannopy.backend.ge_graph import Summary, summary
 from cannopy.backend.host import engine
 from cannopy.backend.host.engine.plan import build
 from tests.engine.by_hand import Graph
@@ -38,12 +39,12 @@ def test_metadata_ops_are_not_kernels(compiled: Callable[..., Any]) -> None:
     assert engine.recorded()[-1].summary().kernels == {"Exp": 1}
 
 
-def _moved(elements: int, type_: str = "TensorMove") -> engine.Summary:
+def _moved(elements: int, type_: str = "TensorMove") -> Summary:
     g = Graph()
     data = g.data(0, torch.empty(elements, dtype=torch.bfloat16))
     g.op("Reshape", "view", (data, g.const(torch.tensor([-1]))), ("x", "shape"), 1)
     g.op(type_, "copy", ("view:0",), ("x",), 1)
-    return engine.summary(g.outputs("copy:0"))
+    return summary(g.outputs("copy:0"))
 
 
 @pytest.mark.usefixtures("activated")
@@ -59,8 +60,8 @@ def test_copies_of_small_inputs_that_are_overwritten() -> None:
     data = g.data(0, torch.empty(4))
     g.op("ConcatV2", "join", (data, data, g.const(torch.tensor(0))), ("x0", "x1", "concat_dim"), 1)
     graph = g.outputs("join:0")
-    assert engine.summary(graph).cache_copies == 0
-    assert engine.summary(graph, {0: 0}).copied == (("join", "arg0"),)
+    assert summary(graph).cache_copies == 0
+    assert summary(graph, {0: 0}).copied == (("join", "arg0"),)
 
 
 def test_recorded_graphs_live_as_long_as_their_callers(compiled: Callable[..., Any]) -> None:

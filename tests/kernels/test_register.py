@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from cannopy.backend.host.kernels import HostKernelsError, register, registered_product, registry
+from cannopy.backend.host import target
+from cannopy.backend.host.kernels import HostKernelsError, register, registry
 from cannopy.backend.host.standin.cann import Cann
-from cannopy.fusion_rules.contracts import ContractError, contract_names
+from cannopy.fusion_rules.contracts import PRODUCTS, ContractError, contract_names
 from tests.kernels.numerics import normal
 
 
@@ -23,20 +24,17 @@ def test_registering_twice_is_harmless() -> None:
     library = registry._Registration.library
     register()
     assert registry._Registration.library is library
-    assert registered_product() == "atlas-a3"
 
 
-def test_the_product_decides_what_is_refused() -> None:
+def test_the_target_decides_what_is_refused() -> None:
     x, weight = normal(5, 3, 32), normal(3, 32, 16)
-    try:
-        register("atlas-950")
-        with pytest.raises(ContractError, match="clause products"):
-            torch.ops.npu.npu_transpose_batchmatmul(x, weight, perm_x1=[1, 0, 2])
-    finally:
-        register("atlas-a3")
+    with target.using("atlas-950"), pytest.raises(ContractError, match="clause products"):
+        torch.ops.npu.npu_transpose_batchmatmul(x, weight, perm_x1=[1, 0, 2])
     assert torch.ops.npu.npu_transpose_batchmatmul(x, weight, perm_x1=[1, 0, 2]).shape == (5, 3, 16)
-    with pytest.raises(ValueError, match="unknown product"):
-        register("atlas-a1")
+
+
+def test_targets_are_the_products_of_the_contracts() -> None:
+    assert sorted(target.TARGETS) == sorted(PRODUCTS)
 
 
 def test_importing_registers_nothing() -> None:

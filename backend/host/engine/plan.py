@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 
-from cannopy.backend.host.engine import proto
+from cannopy.backend.ge_graph import proto
+from cannopy.backend.ge_graph.op_types import GRAPH_INPUTS, REF_OUTPUTS
+from cannopy.backend.host.engine.constants import constant
 from cannopy.backend.host.ge_ops.op import Kernel, Op, OpError
-from cannopy.backend.host.ge_ops.table import OPS, REF_OUTPUTS
+from cannopy.backend.host.ge_ops.table import OPS
 
 Expectation = tuple[tuple[int, ...] | None, torch.dtype | None, bool]
 """Declared shape, declared dtype, and whether the shape is exact or only its element count."""
 
 Tensor = torch.Tensor
-GRAPH_INPUTS = frozenset({"Data", "RefData"})
 CONSTANTS = frozenset({"Const", "Constant"})
 ORDER_ONLY = frozenset({"NoOp", "Cmo"})
 """Ops without a value on the host: Cmo is an L2 prefetch."""
@@ -133,7 +134,7 @@ class _Builder:
             shape, dtype = proto.declared_input(op)
             self.plan.inputs.append(Input(int(op.attr["index"].i), slot, op.name, shape, dtype))
         elif op.type in CONSTANTS:
-            self._know(self._new_slot(op.name, 0), proto.constant(op))
+            self._know(self._new_slot(op.name, 0), constant(op))
         elif op.type == "NetOutput":
             self.plan.outputs = list(self._slots(op))
         elif op.type not in ORDER_ONLY:

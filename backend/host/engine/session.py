@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from cannopy.backend.ge_graph import Summary, summary
 from cannopy.backend.host import target
-from cannopy.backend.host.engine.counts import Summary, summary
 from cannopy.backend.host.engine.plan import Plan, build, run_kernel
 from cannopy.backend.host.ge_ops.op import OpError
 

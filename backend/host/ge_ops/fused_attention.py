@@ -12,9 +12,6 @@ import torch
 
 from cannopy.backend.host.ge_ops.op import Builder, Kernel, Op, Tensor
 
-REF_OUTPUTS: dict[str, dict[int, int]] = {"MlaPrologV3": {2: 9, 3: 10}}
-"""kv_cache and kr_cache (torchair's graph_pass._get_output_to_input_ref_idx)."""
-
 _LONGEST = (1 << 63) - 1
 
 

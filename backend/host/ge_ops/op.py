@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cannopy.backend.host.ge_ops import dtypes
+from cannopy.backend.ge_graph import dtypes
 
 Tensor = torch.Tensor
 Kernel = Callable[..., "Tensor | Sequence[Tensor | None] | None"]
@@ -72,7 +72,10 @@ class Op:
         if key not in self.attrs:
             raise self.error(f"attribute {key} is missing")
         value = self.attrs[key]
-        return dtypes.of_ge(int(value.i) or int(value.dt), self)
+        number = int(value.i) or int(value.dt)
+        if number not in dtypes.BY_GE_NUMBER:
+            raise self.error(f"the host engine has no dtype for ge::DataType {number}")
+        return dtypes.BY_GE_NUMBER[number]
 
     def span(self, name: str) -> slice:
         """Positions of the dynamic input ``name`` (GE calls its parts name0, name1, …)."""

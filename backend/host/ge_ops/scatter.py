@@ -1,19 +1,10 @@
-"""Writes by index. The types in `REF_OUTPUTS` write their first input, the others give a new tensor."""
+"""Writes by index. The types in `op_types.REF_OUTPUTS` write their first input, the others give a new tensor."""
 
 from __future__ import annotations
 
 import torch
 
 from cannopy.backend.host.ge_ops.op import Builder, Kernel, Op, Tensor
-
-REF_OUTPUTS: dict[str, dict[int, int]] = {
-    "Assign": {0: 0},
-    "InplaceIndexAdd": {0: 0},
-    "InplaceUpdate": {0: 0},
-    "Scatter": {0: 0},
-    "ScatterNdUpdate": {0: 0},
-}
-"""Output -> input that it is the memory of."""
 
 
 def assign(op: Op) -> Kernel:

@@ -1,4 +1,4 @@
-"""Every GE type that the host engine runs, and which of them write an input."""
+"""Every GE type that the host engine runs."""
 
 from __future__ import annotations
 
@@ -45,6 +45,3 @@ def _merged() -> dict[str, Builder]:
 
 
 OPS: dict[str, Builder] = _merged()
-
-REF_OUTPUTS: dict[str, dict[int, int]] = {**scatter.REF_OUTPUTS, **fused_attention.REF_OUTPUTS}
-"""GE type -> output -> input whose memory it is."""

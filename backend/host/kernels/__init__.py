@@ -6,6 +6,6 @@ contract, so that a call that the device would refuse is refused here with the s
 
 from __future__ import annotations
 
-from .registry import HostKernelsError, register, registered_product
+from .registry import HostKernelsError, register
 
-__all__ = ["HostKernelsError", "register", "registered_product"]
+__all__ = ["HostKernelsError", "register"]

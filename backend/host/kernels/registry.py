@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch_npu
 
-from ....fusion_rules.contracts import PRODUCTS, demand
+from ....fusion_rules.contracts import demand
+from .. import target
 from ..standin.cann import find_cann
 from .add_rms_norm import npu_add_rms_norm
 from .grouped_matmul import npu_grouped_matmul
@@ -59,29 +60,19 @@ class _Registration:
     """The process's one registration: PyTorch drops kernels when their Library object dies."""
 
     library: torch.library.Library | None = None
-    product: str = "atlas-a3"
 
 
-def register(product: str = "atlas-a3") -> None:
-    """Register every kernel for the CPU dispatch key of the `npu` library; later calls only set the product.
+def register() -> None:
+    """Register every kernel for the CPU dispatch key of the `npu` library; later calls do nothing.
 
-    `product` is the one whose contracts the kernels enforce. Raises `HostKernelsError` on a machine with an NPU or
-    with CANN, ValueError for an unknown product.
+    Raises `HostKernelsError` on a machine with an NPU or with CANN.
     """
-    if product not in PRODUCTS:
-        raise ValueError(f"unknown product {product!r}; known: {', '.join(PRODUCTS)}")
     if _Registration.library is None:
         _refuse_on_device()
         library = torch.library.Library("npu", "IMPL", "CPU")
         for kernel in KERNELS:
             library.impl(kernel.__name__, _guarded(kernel))
         _Registration.library = library
-    _Registration.product = product
-
-
-def registered_product() -> str | None:
-    """The product whose contracts the kernels enforce, or None before `register`."""
-    return _Registration.product if _Registration.library is not None else None
 
 
 def _refuse_on_device() -> None:
@@ -93,11 +84,12 @@ def _refuse_on_device() -> None:
 
 
 def _guarded(kernel: Kernel) -> Kernel:
-    """`kernel` behind the contract of its op."""
+    """`kernel` behind the contract of its op on the product of `target.using`, on Atlas A3 outside of that."""
 
     @wraps(kernel)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        demand(kernel.__name__, args, kwargs, _Registration.product, host=True)
+        chip = target.current()
+        demand(kernel.__name__, args, kwargs, "atlas-a3" if chip is None else chip.name, host=True)
         return kernel(*args, **kwargs)
 
     return guarded

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
-
-if TYPE_CHECKING:
-    from cannopy.backend.host.ge_ops.op import Op
 
 BY_NAME: dict[str, torch.dtype] = {
     "DT_FLOAT": torch.float32,
@@ -51,10 +46,3 @@ _GE_NUMBERS: dict[int, str] = {
 }
 
 BY_GE_NUMBER: dict[int, torch.dtype] = {number: BY_NAME[name] for number, name in _GE_NUMBERS.items()}
-
-
-def of_ge(number: int, op: Op) -> torch.dtype:
-    """torch dtype of a ge::DataType number; OpError naming ``op`` when torch has none."""
-    if number not in BY_GE_NUMBER:
-        raise op.error(f"the host engine has no dtype for ge::DataType {number}")
-    return BY_GE_NUMBER[number]

@@ -9,62 +9,8 @@ from typing import Any
 
 import torch
 
-from cannopy.backend.host.engine import proto
-from cannopy.backend.host.ge_ops import dtypes
-from cannopy.backend.host.ge_ops.table import REF_OUTPUTS
-
-METADATA = frozenset(
-    {
-        "Bitcast",
-        "ExpandDims",
-        "FlattenV2",
-        "Identity",
-        "NoOp",
-        "Rank",
-        "Reshape",
-        "Shape",
-        "Size",
-        "Squeeze",
-        "Unsqueeze",
-    }
-)
-"""Ops that rename memory; GE launches nothing for them."""
-
-GRAPH_INPUTS = frozenset({"Data", "RefData"})
-
-NOT_KERNELS = METADATA | GRAPH_INPUTS | {"Const", "Constant", "ConstPlaceHolder", "NetOutput", "Cmo"}
-
-COPIES = frozenset(
-    {
-        "Assign",
-        "ConcatD",
-        "ConcatV2",
-        "ConcatV2D",
-        "ScatterElements",
-        "SelectV2",
-        "TensorMove",
-        "TensorScatterUpdate",
-    }
-)
-"""Ops that write all of their result although most of it is an unchanged input."""
-
-SAME_DTYPE = METADATA - {"Bitcast", "Rank", "Shape", "Size"} | {
-    "Add",
-    "Div",
-    "FloorDiv",
-    "FloorMod",
-    "Maximum",
-    "Minimum",
-    "Mul",
-    "Muls",
-    "Neg",
-    "Pow",
-    "RealDiv",
-    "Sub",
-    "TensorMove",
-    "Transpose",
-}
-"""Ops whose result has the dtype of their first input; torchair declares none for those inside a converter."""
+from cannopy.backend.ge_graph import dtypes, proto
+from cannopy.backend.ge_graph.op_types import COPIES, GRAPH_INPUTS, METADATA, NOT_KERNELS, REF_OUTPUTS, SAME_DTYPE
 
 LARGE_BYTES = 1 << 20
 
@@ -86,9 +32,9 @@ class Summary:
 def summary(ge_graph: Any, aliases: Mapping[int, int] | None = None) -> Summary:
     """Count what is in a GE graph (torchair's GraphDef or GeGraph); it need not have run.
 
-    ``aliases`` maps graph output to the graph input that it overwrites, which the graph itself does not say;
-    `HostGraph.summary` passes what it saw in its first run. Without it a cache that is rewritten by a ConcatV2 of its
-    slices goes unnoticed; a TensorMove before an op that writes in place does not.
+    ``aliases`` maps graph output to the graph input that it overwrites, which the graph itself does not say; the host
+    engine knows it from its first run (`HostGraph.aliases`). Without it a cache that is rewritten by a ConcatV2 of
+    its slices goes unnoticed; a TensorMove before an op that writes in place does not.
     """
     ops = list(ge_graph.op)
     left_out = _constants(ops) | _casts_without_effect(ops)

@@ -1,4 +1,4 @@
-"""Reading of torchair's GE protobuf: descriptors, constants, edges."""
+"""Reading of torchair's GE protobuf: descriptors and edges."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from cannopy.backend.host.ge_ops import dtypes
-from cannopy.backend.host.ge_ops.op import OpError
+from cannopy.backend.ge_graph import dtypes
 
 _META = re.compile(r"Tensor\(dtype=torch\.(\w+), shape=torch\.Size\(\[([\d, ]*)\]\)")
 
@@ -79,25 +78,3 @@ def fx_name(op: Any) -> str:
         if "_fx_tensor_name" in desc.attr:
             return bytes(desc.attr["_fx_tensor_name"].s).decode().rpartition(".OUTPUT")[0]
     return ""
-
-
-def constant(op: Any) -> torch.Tensor:
-    """The tensor in attribute ``value`` of a Const op: raw little-endian data, as GE reads it."""
-    value = op.attr["value"].t
-    name = dtype_name(value.desc.dtype)
-    if name not in dtypes.BY_NAME:
-        raise OpError(f"GE op {op.type} {op.name!r}: the host engine has no dtype for a constant of {name}")
-    dtype = dtypes.BY_NAME[name]
-    shape = [int(d) for d in value.desc.shape.dim]
-    count = 1
-    for d in shape:
-        count *= d
-    if count == 0:
-        return torch.empty(shape, dtype=dtype)
-    needed = count * dtype.itemsize
-    if len(value.data) < needed:
-        raise OpError(
-            f"GE op {op.type} {op.name!r}: constant of {name} {shape} needs {needed} bytes, "
-            f"the graph has {len(value.data)}"
-        )
-    return torch.frombuffer(bytearray(value.data[:needed]), dtype=dtype).reshape(shape)

@@ -105,14 +105,23 @@ def check_effects(effects: list[Effect]) -> None:
     owner = readable(effect.owner)
     what = ", ".join(a if owner == a else f"{owner}.{a}" for a in effect.attributes) or owner
     others = f" (and {len(effects) - 1} more objects)" if len(effects) > 1 else ""
-    lazily = "StaticCache" if re.search(r"layers\[\d+\]$", owner) else ""
-    remedy = (
-        "initialise the cache before capture: bindings.prepare_state(model, args, kwargs); use a StaticCache, whose "
-        "tensors keep their storage"
-        if lazily
-        else "create the state in __init__ (tensors as buffers) and change it in place: copy_, add_, index_copy_"
-    )
+    remedy = _remedy_for_effect(owner, effect.attributes)
     raise CaptureError.at(where, f"the method changes Python state that a graph cannot carry: {what}{others}", remedy)
+
+
+def _remedy_for_effect(owner: str, attributes: tuple[str, ...]) -> str:
+    if re.search(r"layers\[\d+\]$", owner) is None:
+        return "create the state in __init__ (tensors as buffers) and change it in place: copy_, add_, index_copy_"
+    if "cumulative_length_int" in attributes:  # transformers' StaticSlidingWindowLayer
+        return (
+            "this layer of the cache keeps a sliding window and counts its tokens in Python; make the StaticCache from "
+            "a copy of the config whose layer_types are all 'full_attention': it holds every token, and the model's "
+            "mask still hides those outside the window"
+        )
+    return (
+        "initialise the cache before capture: cannopy.frontend.state.prepare_state(model, args, kwargs); use a "
+        "StaticCache, whose tensors keep their storage"
+    )
 
 
 def readable(source: str) -> str:

@@ -98,7 +98,8 @@ def causal(node: object) -> Causal | str:
     """The causal form of a mask over [.., queries, keys], or the reason why it is not provably one."""
     found = mask(node)
     if found is None:
-        return f"mask {node} is not provably causal by cache position (a padding or custom mask stays a tensor)"
+        return (f"mask {node} is not provably causal by cache position (a padding or custom mask stays a tensor; "
+                "leave attention_mask out where nothing is padded)")
     if len(found.terms) != 1:
         count = len(found.terms)
         return f"mask {node} has {count} conditions; a causal mask has one (a sliding window or a block mask has more)"

@@ -18,4 +18,4 @@ def illegal(
     violations = check_call(op, args, kwargs, product=ctx.target)
     if not violations:
         return None
-    return Refusal(f"{op}: " + "; ".join(str(v) for v in violations), node)
+    return Refusal("; ".join(str(v) for v in violations), node)

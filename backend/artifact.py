@@ -29,11 +29,13 @@ class Fingerprint:
 class CallForm:
     """How the example call was spelt: number of positional arguments and names of keyword arguments.
 
-    The paths of the inputs (``args[0]``, ``kwargs['cache']``) are those of this spelling.
+    The paths of the inputs (``args[0]``, ``kwargs['cache']``) are those of this spelling. ``leaves`` says what was at
+    each path (`fx_passes.calls.kinds`).
     """
 
     positional: int
     keywords: tuple[str, ...]
+    leaves: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from cannopy.backend.artifact import CallForm
+from cannopy.fx_passes import calls
 from cannopy.fx_passes.paths import PathLookupError, compile_path, parse_path
 from cannopy.fx_passes.program import InputSpec
 
@@ -123,6 +124,25 @@ class ConstantGuard:
                     f"{self._binder.name(path)}: the graph is compiled for {describe(expected)},"
                     f" found {describe(found)}; compile again for this value"
                 )
+
+
+class LeafGuard:
+    """What was at each place of the arguments: the graph has no branch for a tensor that is missing or there twice."""
+
+    def __init__(self, form: CallForm, binder: CallBinder) -> None:
+        self._expected = dict(form.leaves)
+        self._binder = binder
+
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """`GuardError` names the first place with another kind of value."""
+        found = calls.kinds(args, kwargs)
+        if found == self._expected:
+            return
+        path = next(p for p in [*self._expected, *found] if self._expected.get(p) != found.get(p))
+        raise GuardError(
+            f"{self._binder.name(path)}: the graph is compiled for {self._expected.get(path, 'nothing')} there,"
+            f" found {found.get(path, 'nothing')}; compile again for such calls"
+        )
 
 
 def check_tensor(value: object, spec: InputSpec, device: str, name: str) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from cannopy.backend.artifact import Artifact
-from cannopy.backend.guards import CallBinder, ConstantGuard, GuardError, apply_view, check_tensor
+from cannopy.backend.guards import CallBinder, ConstantGuard, GuardError, LeafGuard, apply_view, check_tensor
 from cannopy.backend.weights import FormatCast, WeightBinder
 from cannopy.fx_passes.paths import PathLookupError, compile_path
 from cannopy.fx_passes.program import OutputSpec
@@ -92,6 +92,7 @@ class CompiledModel:
         self._build_output = make_output(artifact.output)
         self._binder = CallBinder(getattr(model, artifact.method), artifact.form)
         self._constants = ConstantGuard(artifact.constants, self._binder)
+        self._leaves = LeafGuard(artifact.form, self._binder)
         specs = [artifact.spec(name) for name in artifact.module.arguments]
         self._arguments = [
             (s, compile_path(s.source), self._binder.name(s.source), artifact.devices[s.name]) for s in specs
@@ -111,6 +112,7 @@ class CompiledModel:
         self._constants.check(self._model, args, kwargs)
         with torch.no_grad():
             tensors = self.tensors(args, kwargs)
+            self._leaves.check(args, kwargs)
             outputs = self.executor()(tensors)
             return self._build_output(outputs, self._model, args, kwargs)
 

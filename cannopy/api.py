@@ -10,10 +10,11 @@ import torch
 
 from cannopy import pipeline
 from cannopy.backend import build as backend
+from cannopy.backend.guards import GuardError
 from cannopy.backend.options import BuildOptions
 from cannopy.backend.runtime import CompiledModel
 from cannopy.backend.torchair import have_npu
-from cannopy.frontend import bindings, outputs
+from cannopy.frontend import outputs, state
 from cannopy.frontend.capture import capture
 from cannopy.fx_passes import kernels
 from cannopy.fx_passes.program import Program
@@ -27,11 +28,17 @@ class Compiled:
     ``report`` is the `CompileReport`. Caches and other tensors that the model mutates are updated in place.
     """
 
-    def __init__(self, model: CompiledModel) -> None:
+    def __init__(self, model: CompiledModel, eager: torch.nn.Module) -> None:
         self.model = model
         self.report = CompileReport.from_dict(model.report)
+        self._eager = eager
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.model(*args, **kwargs)
+        except GuardError:  # nothing has run yet; a new static cache has no tensors before its first use
+            if not state.prepare_state(self._eager, args, kwargs, method=self.model.artifact.method):
+                raise
         return self.model(*args, **kwargs)
 
 
@@ -56,7 +63,6 @@ def compile(
 
     Raises:
         cannopy.frontend.errors.CaptureError: the method is not one graph; names the user's line and a cure.
-        cannopy.frontend.errors.BindingError: an input or a state tensor cannot be bound.
         cannopy.pipeline.FusionRequiredError: a required fusion did not apply.
         cannopy.fx_passes.manager.PassError: a pass failed its verification; nothing was emitted.
         cannopy.backend.torchair.CompileError: torchair refused the graph; the cache is as it was.
@@ -71,13 +77,13 @@ def compile(
         activate()
     timings: dict[str, float] = {}
     start = time.perf_counter()
-    bindings.prepare_state(model, example_inputs, kwargs, method=method)
+    state.prepare_state(model, example_inputs, kwargs, method=method)
     timings["prepare"] = time.perf_counter() - start
     found = backend.lookup(model, method, example_inputs, kwargs, build_options, outputs.builder)
     timings["lookup"] = time.perf_counter() - start - timings["prepare"]
     if found.compiled is not None:
         found.compiled.report = {**found.compiled.report, "timings": timings}
-        return Compiled(found.compiled)
+        return Compiled(found.compiled, model)
     program, done = lower(model, method, example_inputs, kwargs, options, timings)
     start = time.perf_counter()
     report = _report(program, done, on_device, timings)
@@ -85,7 +91,7 @@ def compile(
                              outputs.builder)
     timings["torchair"] = time.perf_counter() - start
     compiled.report = {**compiled.report, "timings": timings}
-    return Compiled(compiled)
+    return Compiled(compiled, model)
 
 
 def lower(

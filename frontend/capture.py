@@ -14,9 +14,10 @@ from torch import fx, nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..fx_passes import calls
 from ..fx_passes.program import InputSpec, Program
 from . import dynamo, failures, provenance, sdpa
-from .bindings import Binder, Bound, call_constants, shared_arguments
+from .bindings import Binder, Bound
 from .errors import CaptureError
 from .results import describe
 from .twin import fake_copy, on_meta
@@ -41,13 +42,11 @@ def capture(
     """The graph of ``getattr(model, method)(*args, **kwargs)``.
 
     Nothing is computed, and neither the user's objects nor Dynamo's caches change. Shapes, strides, dtypes and
-    Python values are those of this call. Static caches must be initialised (`bindings.prepare_state`).
+    Python values are those of this call. Static caches must be initialised (`state.prepare_state`).
     A model on the meta device is captured as if it were on the CPU.
 
     Returns:
-        A program with ``facts``: ``method``; ``training``; ``constants`` {path: value} of the arguments that are no
-        tensors; ``shared`` groups of argument paths that hold one tensor; ``call`` {"args": number of positional
-        arguments, "kwargs": their names}; ``captured_nodes``.
+        A program whose ``facts["constants"]`` has the values of the arguments that are no tensors, by path.
 
     Raises:
         CaptureError: no single functional graph stands for this call; names the source line and the usual cure.
@@ -83,15 +82,7 @@ def capture(
             gm.graph.find_nodes(op="placeholder"), bounds, paths, trace.example_inputs, strict=True
         )
     ]
-    facts: dict[str, Any] = {
-        "method": method,
-        "training": model.training,
-        "constants": call_constants(args, kwargs),
-        "shared": shared_arguments(args, kwargs),
-        "call": {"args": len(args), "kwargs": sorted(kwargs)},
-        "captured_nodes": sum(n.op == "call_function" for n in gm.graph.nodes),
-    }
-    return Program(gm, inputs, output, facts=facts)
+    return Program(gm, inputs, output, facts={"constants": calls.constants(args, kwargs)})
 
 
 def _bound_method(model: nn.Module, method: str) -> MethodType:

@@ -9,8 +9,8 @@ class FrontendError(Exception):
     """Base of the frontend's refusals; the message says what, where and what to do."""
 
 
-class BindingError(FrontendError):
-    """A call does not fit the captured program: a path, a shape, a dtype or a constant differs."""
+class ResultError(FrontendError):
+    """A result cannot be rebuilt in this process."""
 
 
 class ModelSourceError(FrontendError):

@@ -48,7 +48,7 @@ class GenerationCase:
         return ids.to(self.device)
 
     def new_cache(self) -> Any:
-        """An empty ``transformers.StaticCache`` for this model; its tensors come with `bindings.prepare_state`."""
+        """An empty ``transformers.StaticCache`` for this model; its tensors come with `state.prepare_state`."""
         from transformers import StaticCache
 
         return StaticCache(config=cast("Any", self.model).config, max_cache_len=self.max_cache_len)

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from ..fx_passes.paths import compile_path
 from ..fx_passes.program import OutputSpec
-from .errors import BindingError
-from .paths import compile_path
+from .errors import ResultError
 
 Builder = Callable[[Sequence[torch.Tensor], object, tuple[Any, ...], Mapping[str, Any]], Any]
 """``build(tensors, self, args, kwargs)``: ``tensors`` are the outputs of the final graph in order."""
@@ -35,12 +35,12 @@ def builder(spec: OutputSpec) -> Builder:
     """A function that rebuilds results described by ``spec``; all parsing is done here, once.
 
     Raises:
-        BindingError: a container class of the result is not registered with pytree in this process.
+        ResultError: a container class of the result is not registered with pytree in this process.
     """
     try:
         tree = pytree.treespec_loads(spec.treespec)
     except (NotImplementedError, ValueError, KeyError) as e:
-        raise BindingError(
+        raise ResultError(
             f"the result's containers are unknown in this process ({e}); import the module that defines them first"
         ) from e
     leaves = [_leaf(kind, value) for kind, value in spec.leaves]
@@ -80,4 +80,4 @@ def _leaf(kind: str, value: Any) -> _Leaf:
             return base.as_strided(shape, stride, base.storage_offset() + offset)
 
         return view
-    raise BindingError(f"unknown kind of result leaf: {kind!r}")
+    raise ResultError(f"unknown kind of result leaf: {kind!r}")

@@ -14,10 +14,10 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._functorch._aot_autograd.schemas import OutputType
 
+from ..fx_passes.paths import Path, Step, attr, item
 from ..fx_passes.program import OutputSpec
 from .dynamo import Trace
 from .errors import CaptureError
-from .paths import Attr, Key, Path
 
 Call = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]
 Leaf = tuple[str, Any]
@@ -83,18 +83,18 @@ def _objects_of(call: Call) -> Iterator[tuple[int, str]]:
         yield id(value), str(path)
         if isinstance(value, list | tuple):
             for i, v in enumerate(value):
-                yield from visit(v, path.then(Key(i)))
+                yield from visit(v, path.then(item(i)))
         elif isinstance(value, dict):
             for k, v in value.items():
                 if isinstance(k, int | str):
-                    yield from visit(v, path.then(Key(k)))
+                    yield from visit(v, path.then(item(k)))
 
     model, args, kwargs = call
     yield id(model), "self"
     for i, value in enumerate(args):
-        yield from visit(value, Path("args", (Key(i),)))
+        yield from visit(value, Path("args", (item(i),)))
     for name, value in kwargs.items():
-        yield from visit(value, Path("kwargs", (Key(name),)))
+        yield from visit(value, Path("kwargs", (item(name),)))
 
 
 def _object_leaf(value: Any, own: Mapping[int, str], call: Call) -> Leaf:
@@ -135,13 +135,13 @@ def _search(wanted: Any, call: Call) -> Path | None:
     return None
 
 
-def _children(value: Any) -> Iterator[tuple[Any, Attr | Key]]:
+def _children(value: Any) -> Iterator[tuple[Any, Step]]:
     if isinstance(value, list | tuple):
-        yield from ((v, Key(i)) for i, v in enumerate(value))
+        yield from ((v, item(i)) for i, v in enumerate(value))
     elif isinstance(value, Mapping):
-        yield from ((v, Key(k)) for k, v in value.items() if isinstance(k, int | str))
+        yield from ((v, item(k)) for k, v in value.items() if isinstance(k, int | str))
     else:
-        yield from ((v, Attr(k)) for k, v in getattr(value, "__dict__", {}).items() if not k.startswith("__"))
+        yield from ((v, attr(k)) for k, v in getattr(value, "__dict__", {}).items() if not k.startswith("__"))
 
 
 def _alias_leaf(info: Any, node: fx.Node, trace: Trace, paths: list[str]) -> Leaf | None:

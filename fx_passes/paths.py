@@ -56,15 +56,29 @@ class Step:
         return getattr(value, self.key) if self.kind == "attr" else value[self.key]
 
 
+def attr(name: str) -> Step:
+    """Step ``.name``."""
+    return Step("attr", name)
+
+
+def item(key: Any) -> Step:
+    """Step ``[key]``."""
+    return Step("item", key)
+
+
 @dataclass(frozen=True)
 class Path:
     """A parsed path. `str` gives one canonical spelling back."""
 
     root: str
-    steps: tuple[Step, ...]
+    steps: tuple[Step, ...] = ()
 
     def __str__(self) -> str:
         return self.root + "".join(map(str, self.steps))
+
+    def then(self, *steps: Step) -> Path:
+        """This path with ``steps`` behind it."""
+        return Path(self.root, (*self.steps, *steps))
 
     def resolve(self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The object at this path; `PathLookupError` names the step at which the objects end."""
@@ -80,9 +94,17 @@ class Path:
 
 def parse_path(path: str) -> Path:
     """The steps of `path`; `PathSyntaxError` if it is not one."""
-    root = _ROOT.match(path)
-    if root is None or root.group() not in ROOTS:
+    parsed = parse_expression(path)
+    if parsed.root not in ROOTS:
         raise PathSyntaxError(f"{path!r}: a path starts with one of {', '.join(ROOTS)}")
+    return parsed
+
+
+def parse_expression(path: str) -> Path:
+    """As `parse_path`, but the root may be any name (``L['self'].weight`` in Dynamo's sources)."""
+    root = _ROOT.match(path)
+    if root is None:
+        raise PathSyntaxError(f"{path!r}: expected a name at its start")
     steps = []
     pos = root.end()
     while pos < len(path):
@@ -90,9 +112,9 @@ def parse_path(path: str) -> Path:
         if m is None:
             raise PathSyntaxError(f"{path!r}: expected .name, ['key'] or [index] at character {pos}")
         if m["attr"] is not None:
-            steps.append(Step("attr", m["attr"]))
+            steps.append(attr(m["attr"]))
         else:
-            steps.append(Step("item", ast.literal_eval(m["key"])))
+            steps.append(item(ast.literal_eval(m["key"])))
         pos = m.end()
     return Path(root.group(), tuple(steps))
 

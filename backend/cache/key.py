@@ -21,6 +21,7 @@ from cannopy.backend.artifact import CallForm, Fingerprint
 from cannopy.backend.cache.code import CodeWalk, digest, file_digest, own_classes
 from cannopy.backend.cache.describe import Describer, tensor_item
 from cannopy.backend.options import BuildOptions
+from cannopy.fx_passes import calls
 
 Items = Mapping[str, str]
 _PACKAGES = ("frontend", "fx_passes", "fusion_rules", "stream_scheduler", "superkernel", "models", "backend")
@@ -57,8 +58,8 @@ def fingerprint(
 
 
 def call_form(args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallForm:
-    """The spelling of a call; keyword order does not matter."""
-    return CallForm(len(args), tuple(sorted(kwargs)))
+    """The spelling of a call and what its arguments are; keyword order does not matter."""
+    return CallForm(len(args), tuple(sorted(kwargs)), tuple(calls.kinds(args, kwargs).items()))
 
 
 def differences(old: Fingerprint, new: Fingerprint, limit: int = 3) -> list[str]:

@@ -19,7 +19,7 @@ from cannopy.backend.artifact import Artifact, CallForm, Fingerprint
 from cannopy.backend.emit import Attribute, EmittedModule
 from cannopy.fx_passes.program import InputSpec, OutputSpec, WeightEntry
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST, SOURCE, CONSTANTS, LOG, TORCHAIR = "manifest.json", "module.py", "constants.pt", "build.log", "torchair"
 
 Reader = Callable[[str], bytes]
@@ -157,7 +157,7 @@ def artifact(body: Mapping[str, Any], read: Reader) -> Artifact:
         fingerprint=fingerprint(body),
         model_class=body["model_class"],
         method=body["method"],
-        form=CallForm(body["form"]["positional"], tuple(body["form"]["keywords"])),
+        form=_form(body["form"]),
         module=EmittedModule(source=read(SOURCE).decode(), **module),
         inputs=tuple(_input(s) for s in body["inputs"]),
         devices=body["devices"],
@@ -167,6 +167,10 @@ def artifact(body: Mapping[str, Any], read: Reader) -> Artifact:
         tensors=tensors,
         report=body["report"],
     )
+
+
+def _form(raw: Mapping[str, Any]) -> CallForm:
+    return CallForm(raw["positional"], tuple(raw["keywords"]), tuple((path, kind) for path, kind in raw["leaves"]))
 
 
 def _input(raw: Mapping[str, Any]) -> InputSpec:

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-from cannopy.frontend import bindings, outputs
+from cannopy.frontend import outputs
 from cannopy.frontend.capture import capture
+from cannopy.fx_passes.paths import compile_path
 from cannopy.fx_passes.program import Program
 
 MINI = {
@@ -72,8 +73,7 @@ class TorchAttention(fx.Interpreter):
 def run(program: Program, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
     """The result of ``program`` for one call, state updated."""
     kwargs = kwargs or {}
-    bindings.check_call(program, model, args, kwargs)
-    tensors = [bindings.resolve(s.source, model, args, kwargs) for s in program.inputs]
+    tensors = [compile_path(s.source)(model, args, kwargs) for s in program.inputs]
     with torch.no_grad():
         made = TorchAttention(program.gm).run(*tensors)
     return outputs.build(program.output, made, model, args, kwargs)

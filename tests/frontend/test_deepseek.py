@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from cannopy.frontend import bindings
+from cannopy.frontend import state
 from cannopy.frontend.capture import capture
 from cannopy.frontend.errors import CaptureError
 from cannopy.frontend.generation import GenerationCase
@@ -39,7 +39,7 @@ def test_prefill_then_decode_equals_eager(model: nn.Module) -> None:
     case = GenerationCase(model, batch=2, prefill_tokens=20, max_cache_len=32, seed=5)
     cache, eager_cache = case.new_cache(), case.new_cache()
     args, kwargs = case.prefill(case.ids("prefill"), cache)
-    assert bindings.prepare_state(model, args, kwargs) == 2
+    assert state.prepare_state(model, args, kwargs) == 2
     program = capture(model, "forward", args, kwargs)
     assert int(cache.layers[0].cumulative_length) == 0, "capture must not run the model"
     assert not cache.layers[0].keys.any()
@@ -85,7 +85,7 @@ def test_keyword_inputs() -> None:
     case = GenerationCase(model, batch=1, prefill_tokens=5, max_cache_len=16)
     cache = case.new_cache()
     kwargs = {"input_ids": case.ids("prefill"), "cache": cache, "use_cache": True, "return_dict": False}
-    bindings.prepare_state(model, (), kwargs)
+    state.prepare_state(model, (), kwargs)
     program = capture(model, "forward", (), kwargs)
     assert "kwargs['input_ids']" in {s.source for s in program.inputs}
     with torch.no_grad():
@@ -100,8 +100,8 @@ def test_prepared_cache_equals_the_lazily_made_one(model: nn.Module) -> None:
     case = GenerationCase(model, batch=3, prefill_tokens=4, max_cache_len=16)
     prepared, lazy = case.new_cache(), case.new_cache()
     args, kwargs = case.prefill(case.ids("prefill"), prepared)
-    assert bindings.prepare_state(model, args, kwargs) == 2
-    assert bindings.prepare_state(model, args, kwargs) == 0, "a second call finds nothing to do"
+    assert state.prepare_state(model, args, kwargs) == 2
+    assert state.prepare_state(model, args, kwargs) == 0, "a second call finds nothing to do"
     with torch.no_grad():
         model(*args, **(kwargs | {"cache": lazy}))
     for a, b in zip(prepared.layers, lazy.layers, strict=True):
@@ -127,7 +127,7 @@ def test_an_initialised_cache_is_left_alone(model: nn.Module) -> None:
         model(*args, **kwargs)
     before = {(i, n): getattr(layer, n) for i, layer in enumerate(cache.layers) for n in STATE}
     copies = {k: v.clone() for k, v in before.items()}
-    assert bindings.prepare_state(model, args, kwargs) == 0
+    assert state.prepare_state(model, args, kwargs) == 0
     for (i, n), tensor in before.items():
         assert getattr(cache.layers[i], n) is tensor
         assert torch.equal(tensor, copies[i, n])
@@ -157,7 +157,7 @@ def test_the_loop_over_experts_is_refused_with_the_cure() -> None:
     model.set_experts_implementation("eager")
     case = GenerationCase(model, batch=1, prefill_tokens=4, max_cache_len=16)
     args, kwargs = case.inputs("prefill")
-    bindings.prepare_state(mini_v32(), args, kwargs)
+    state.prepare_state(mini_v32(), args, kwargs)
     with pytest.raises(CaptureError) as caught:
         capture(model, "forward", args, kwargs)
     assert "grouped_mm" in caught.value.remedy
@@ -167,7 +167,7 @@ def test_the_loop_over_experts_is_refused_with_the_cure() -> None:
     deeper = mini_v32(num_hidden_layers=3)
     deeper.set_experts_implementation("eager")
     with pytest.raises(CaptureError) as caught:
-        bindings.prepare_state(deeper, *GenerationCase(deeper).inputs("prefill"))
+        state.prepare_state(deeper, *GenerationCase(deeper).inputs("prefill"))
     assert "grouped_mm" in caught.value.remedy
 
 
@@ -182,7 +182,7 @@ def test_full_size_layers_on_the_meta_device() -> None:
     model = zoo.build(preset)
     case = GenerationCase(model, 1, preset.prefill_tokens, preset.max_cache_len)
     args, kwargs = case.inputs("decode")
-    assert bindings.prepare_state(model, args, kwargs) == 1
+    assert state.prepare_state(model, args, kwargs) == 1
     assert kwargs["cache"].layers[0].keys.is_meta
     program = capture(model, "forward", args, kwargs)
     shapes = {s.source: s.shape for s in program.inputs}

@@ -11,7 +11,7 @@ from torch import nn
 
 from cannopy.frontend import outputs
 from cannopy.frontend.capture import capture
-from cannopy.frontend.errors import BindingError
+from cannopy.frontend.errors import ResultError
 from cannopy.fx_passes.program import OutputSpec
 
 from .models import assert_same, captured_and_eager, run
@@ -174,5 +174,5 @@ def test_objects_reached_through_attributes_return_by_identity() -> None:
 
 def test_a_container_unknown_to_this_process_is_named() -> None:
     spec = OutputSpec('[1, {"type": "gone.Result", "context": "null", "children_spec": []}]', ())
-    with pytest.raises(BindingError, match=r"gone\.Result"):
+    with pytest.raises(ResultError, match=r"gone\.Result"):
         outputs.builder(spec)

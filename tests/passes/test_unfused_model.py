@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from cannopy.backend.host import engine, target
-from cannopy.frontend import bindings
 from cannopy.frontend.capture import capture
 from cannopy.fusion_rules.dialect import attention
 from cannopy.fx_passes import counters, legalise, merge_slices, normalise
 from cannopy.fx_passes.manager import Pass, PassManager
+from cannopy.fx_passes.paths import compile_path
 
 pytestmark = [pytest.mark.usefixtures("npu"), pytest.mark.slow]
 
@@ -54,7 +54,7 @@ def call(net, batch, queries, padded):
 
 def bound(program, net, args, kwargs):
     """(what the graph takes, the user's tensors)."""
-    owned = [bindings.resolve(s.source, net, args, kwargs) for s in program.inputs]
+    owned = [compile_path(s.source)(net, args, kwargs) for s in program.inputs]
     by_name = {s.name: x if s.view is None else x.view(s.view) for s, x in zip(program.inputs, owned, strict=True)}
     for weight in program.weights:
         by_name[weight.name] = weight.build([by_name[n] for n in weight.sources])

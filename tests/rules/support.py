@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from cannopy.frontend import bindings
 from cannopy.frontend.capture import capture
+from cannopy.frontend.state import prepare_state
 from cannopy.fusion_rules import dialect
 from cannopy.fusion_rules.engine.apply import Log, apply
 from cannopy.fusion_rules.engine.rule import Context, Rule
 from cannopy.fx_passes import normalise
 from cannopy.fx_passes.graph import Editor
+from cannopy.fx_passes.paths import compile_path
 from cannopy.fx_passes.program import Program
 from cannopy.fx_passes.verifier import Verifier
 
@@ -79,7 +80,7 @@ def case(model: torch.nn.Module, tokens: int, batch: int = 1, past: int = 0, len
     """Capture and normalise one call."""
     args, kwargs = inputs(model, tokens, batch, past, length)
     kwargs.update(extra)
-    bindings.prepare_state(model, args, kwargs)
+    prepare_state(model, args, kwargs)
     dialect.register_all()
     program = capture(model, "forward", args, kwargs)
     normalise.run(program)
@@ -114,11 +115,11 @@ def run(c: Case, program: Program) -> tuple[list[torch.Tensor], dict[str, torch.
     values: dict[str, torch.Tensor] = {}
     state: dict[str, torch.Tensor] = {}
     for spec in program.inputs:
-        tensor = bindings.resolve(spec.source, c.model, c.args, c.kwargs)
+        tensor = compile_path(spec.source)(c.model, c.args, c.kwargs)
         if spec.mutated:
             tensor = state[spec.source] = tensor.clone()
         values[spec.name] = tensor if spec.view is None else tensor.view(spec.view)
-    raw = {s.name: bindings.resolve(s.source, c.model, c.args, c.kwargs) for s in program.inputs}
+    raw = {s.name: compile_path(s.source)(c.model, c.args, c.kwargs) for s in program.inputs}
     for entry in program.weights:
         raw[entry.name] = values[entry.name] = entry.build([raw[s] for s in entry.sources])
     names = [n.name for n in program.gm.graph.nodes if n.op == "placeholder"]

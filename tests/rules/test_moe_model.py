@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from cannopy.backend.host import kernels
-from cannopy.frontend import bindings
 from cannopy.fusion_rules.engine.apply import Log, apply
 from cannopy.fusion_rules.engine.rule import Context
 from cannopy.fusion_rules.rewrite import moe_experts, moe_experts_batched, moe_gating_top_k, swiglu
 from cannopy.fx_passes import normalise
 from cannopy.fx_passes.graph import Editor
+from cannopy.fx_passes.paths import compile_path
 from cannopy.fx_passes.program import Program
 from cannopy.fx_passes.verifier import Verifier
 from tests.rules import support
@@ -47,7 +47,7 @@ def run(case: support.Case, program: Program) -> tuple[torch.Tensor, list[torch.
     """(logits, ids per router)."""
     values: dict[str, torch.Tensor] = {}
     for spec in program.inputs:
-        tensor = bindings.resolve(spec.source, case.model, case.args, case.kwargs)
+        tensor = compile_path(spec.source)(case.model, case.args, case.kwargs)
         values[spec.name] = tensor.clone() if spec.mutated else tensor
     for entry in program.weights:
         values[entry.name] = entry.build([values[s] for s in entry.sources])

@@ -50,7 +50,7 @@ CALLS: dict[str, tuple[Callable[[CompiledModel], Any], str]] = {
     "type": (lambda c: c(X, 3.0, [P, Q], on(), mask=M), r"`n` .*compiled for 3, found 3\.0"),
     "nested value": (lambda c: c(X, 3, [P, Q], {"a": ["off", Y]}, mask=M), "compiled for 'on', found 'off'"),
     "one more": (lambda c: c(X, 3, [P, Q, N], on(), mask=M), r"`parts\[2\]` .*compiled for nothing there"),
-    "one less": (lambda c: c(X, 3, [P], on(), mask=M), r"`parts\[1\]` .*compiled for a tensor there, found nothing"),
+    "one less": (lambda c: c(X, 3, [P], on(), mask=M), r"`parts\[1\]` .*expected a tensor; nothing at"),
     "more keys": (lambda c: c(X, 3, [P, Q], on() | {"b": 1}, mask=M), r"`mode\['b'\]` .*found a constant"),
     "none": (lambda c: c(X, 3, [P, Q], on(), mask=None), r"`kwargs\['mask'\]`.*found a constant"),
     "not given": (lambda c: c(X, 3, [P, Q], on()), r"`kwargs\['mask'\]`.*compiled for a tensor there"),

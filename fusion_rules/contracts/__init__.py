@@ -9,6 +9,7 @@ from __future__ import annotations
 from .checker import check_call, demand, value_error
 from .loader import ContractFileError, contract_names, load_contract, parse_contract
 from .model import PRODUCTS, Clause, Contract, ContractError, ValueRule, Violation
+from .wording import wording
 
 __all__ = [
     "PRODUCTS",
@@ -24,4 +25,5 @@ __all__ = [
     "load_contract",
     "parse_contract",
     "value_error",
+    "wording",
 ]

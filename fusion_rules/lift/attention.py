@@ -60,7 +60,7 @@ def rewrite(match: Match, ctx: Context) -> None:
 
 RULE = Rule(
     name="lift_attention",
-    equation="softmax(q k^T scale + mask) v -> attention(q, k, v, mask, scale)",
+    equation="softmax(q kᵀ scale + mask) v  →  attention(q, k, v, mask, scale)",
     pattern=PATTERN,
     check=check,
     rewrite=rewrite,

@@ -72,7 +72,7 @@ def rewrite(match: Match, ctx: Context) -> None:
 
 RULE = Rule(
     name="lift_rms_norm",
-    equation="gamma * (x * rsqrt(mean(x^2) + eps)).to(x.dtype) -> rms_norm(x, gamma, eps)",
+    equation="gamma · (x · rsqrt(mean(x²) + eps)).to(x.dtype)  →  rms_norm(x, gamma, eps)",
     pattern=PATTERN,
     check=check,
     rewrite=rewrite,

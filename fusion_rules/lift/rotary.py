@@ -118,7 +118,7 @@ def rewrite_rotate_half(match: Match, ctx: Context) -> None:
 RULES = (
     Rule(
         name="lift_rotary",
-        equation="cat(x0*c - x1*s, x1*c + x0*s) -> rotary(x, c, s)",
+        equation="cat(x₀·c - x₁·s, x₁·c + x₀·s)  →  rotary(x, c, s)",
         pattern=PAIRS,
         check=check_pairs,
         rewrite=rewrite_pairs,
@@ -126,7 +126,7 @@ RULES = (
     ),
     Rule(
         name="lift_rotary_half",
-        equation="x*cat(c, c) + cat(-x2, x1)*cat(s, s) -> rotary(x, c, s)",
+        equation="x·cat(c, c) + cat(-x₂, x₁)·cat(s, s)  →  rotary(x, c, s)",
         pattern=ROTATE_HALF,
         check=check_rotate_half,
         rewrite=rewrite_rotate_half,

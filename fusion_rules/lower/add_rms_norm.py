@@ -45,7 +45,7 @@ def rewrite(match: Match, ctx: Context) -> None:
 
 RULE = Rule(
     name="add_rms_norm",
-    equation="x = a + b; rms_norm(x, gamma, eps) -> npu_add_rms_norm(a, b, gamma, eps)",
+    equation="x = a + b; rms_norm(x, gamma, eps)  →  npu_add_rms_norm(a, b, gamma, eps)",
     pattern=op(
         "cannopy::rms_norm",
         op(aten.add.Tensor, Any("a"), Any("b"), name="sum"),

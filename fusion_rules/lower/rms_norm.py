@@ -26,7 +26,7 @@ def rewrite(match: Match, ctx: Context) -> None:
 
 RULE = Rule(
     name="rms_norm",
-    equation="rms_norm(x, gamma, eps) -> npu_rms_norm(x, gamma, eps)[0]",
+    equation="rms_norm(x, gamma, eps)  →  npu_rms_norm(x, gamma, eps)[0]",
     pattern=op("cannopy::rms_norm", Any("x"), Any("gamma"), Number("eps")),
     check=check,
     rewrite=rewrite,

@@ -61,7 +61,7 @@ def _table(ctx: Context, half: fx.Node, match: Match, size: list[int]) -> fx.Nod
 
 RULE = Rule(
     name="rotary_mul",
-    equation="rotary(x, cos, sin) -> npu_rotary_mul(x, cat(cos, cos), cat(sin, sin))",
+    equation="rotary(x, cos, sin)  →  npu_rotary_mul(x, cat(cos, cos), cat(sin, sin))",
     pattern=op("cannopy::rotary", Any("x"), Any("cos"), Any("sin"), Literal(False)),
     check=check,
     rewrite=rewrite,

@@ -237,7 +237,7 @@ def _table(match: Match, ctx: Context, name: str) -> fx.Node:
 
 RULE = Rule(
     name="mla_prolog",
-    equation="rms(x W_DQ) W_UQ (W_UK | rope), cache[slot] = rms(x W_DKV) | rope -> mla_prolog_v3(x, caches, slot)",
+    equation="rms(x W_DQ) W_UQ (W_UK | rope), cache[slot] = rms(x W_DKV) | rope  →  mla_prolog_v3(x, caches, slot)",
     pattern=PATTERN,
     check=check,
     rewrite=rewrite,

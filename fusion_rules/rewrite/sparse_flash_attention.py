@@ -280,7 +280,7 @@ def _emit_values(match: Match, ctx: Context, attended: fx.Node) -> fx.Node:
 RULE = Rule(
     name="sparse_flash_attention",
     equation=(
-        "softmax(topk_mask(q [W_UK c; r]^T)) (W_UV c) -> "
+        "softmax(topk_mask(q [W_UK c; r]ᵀ)) (W_UV c)  →  "
         "lightning_indexer + sparse_flash_attention(q W_UK, c, r) W_UV"
     ),
     pattern=PATTERN,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import fx
 
 from cannopy.backend import torchair
 from cannopy.backend.artifact import Artifact, Fingerprint
@@ -145,6 +146,8 @@ def make_artifact(
 ) -> Artifact:
     """Everything about `program` that later runs need, without the user's objects."""
     name = type(model).__name__
+    if any(p.is_meta for p in model.parameters()):
+        _make_on_meta(program.gm.graph)
     emitted = emit(program, name, method, fingerprint.key)
     placeholders = {n.name for n in program.gm.graph.nodes if n.op == "placeholder"}
     used = placeholders | {n for w in program.weights for n in w.sources}
@@ -168,6 +171,16 @@ def make_artifact(
         },
         report=dict(report),
     )
+
+
+def _make_on_meta(graph: fx.Graph) -> None:
+    """Tensors that the graph makes are on the meta device as well: it was captured as if the model were on the CPU."""
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and not node.all_input_nodes:
+            if any(a.name == "device" for a in node.target._schema.arguments):
+                node.kwargs = {**node.kwargs, "device": torch.device("meta")}
+        elif "device" in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": torch.device("meta")}
 
 
 def _load(

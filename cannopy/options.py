@@ -34,7 +34,6 @@ class Options:
         block_size: tokens per block of the paged view of a cache, a multiple of 16 up to 1024; None chooses one.
         dump_dir: folder for numbered text dumps of the graph, one per pass that changed it.
         verify: check the graph between passes.
-        offline: the model has no weights (meta device); compile for the target and do not run.
 
     Raises:
         OptionError: a value that an option does not take, naming the nearest that it takes.
@@ -48,7 +47,6 @@ class Options:
     block_size: int | None = None
     dump_dir: Path | None = None
     verify: bool = True
-    offline: bool = False
 
     def __post_init__(self) -> None:
         if self.phase is not None and self.phase not in PHASES:

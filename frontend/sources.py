@@ -8,7 +8,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from .generation import Call, GenerationCase, Phase
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 """Short dtype names; torch's own (``bfloat16``) are understood as well."""
 
+_NO_WEIGHTS = "no weights (meta device): compiles, but cannot run."
 _INSTALL_TRANSFORMERS = "transformers is not installed: pip install 'transformers>=5.24'"
 
 
@@ -50,6 +51,7 @@ def load(
     seed: int = 0,
     phase: Phase = "decode",
     batch: int = 1,
+    weights: bool = True,
 ) -> LoadedModel:
     """The model that ``spec`` names, in eval mode.
 
@@ -60,19 +62,23 @@ def load(
         seed: of random weights and token ids.
         phase: what a factory that asks for it should prepare.
         batch: sequences per call, for zoo models and folders.
+        weights: False builds a zoo model or a folder's on the meta device: it compiles, but cannot run.
 
     Raises:
-        ModelSourceError: nothing of that name, a broken folder or factory, transformers missing.
+        ModelSourceError: nothing of that name, a broken folder or factory, transformers missing, a factory without
+            weights.
     """
     wanted = _dtype(dtype)
     file, colon, factory = spec.rpartition(":")
     if colon and file.endswith(".py"):
         _refuse_size(spec, size)
+        if not weights:
+            raise ModelSourceError(f"{spec} makes its own weights; let it build the model under torch.device('meta')")
         return _from_factory(spec, Path(file), factory, {"dtype": wanted, "seed": seed, "phase": phase, "batch": batch})
     if Path(spec).is_dir():
         _refuse_size(spec, size)
-        return _from_folder(Path(spec), wanted, seed, batch)
-    return _from_zoo(spec, size or "tiny", wanted or torch.bfloat16, seed, batch)
+        return _from_folder(Path(spec), wanted, seed, batch, weights)
+    return _from_zoo(spec, size or "tiny", wanted or torch.bfloat16, seed, batch, weights)
 
 
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
@@ -94,25 +100,26 @@ def _refuse_size(spec: str, size: str | None) -> None:
         raise ModelSourceError(f"--size {size} applies to zoo models; {spec} has one size")
 
 
-def _from_zoo(name: str, size: str, dtype: torch.dtype, seed: int, batch: int) -> LoadedModel:
+def _from_zoo(name: str, size: str, dtype: torch.dtype, seed: int, batch: int, weights: bool) -> LoadedModel:
     if name not in zoo.names():
         where = " and no folder of that name exists" if "/" in name or "." in name else ""
         raise ModelSourceError(f"unknown model {name!r}{where}{_nearest(name, zoo.names())}")
     if size not in zoo.sizes(name):
         raise ModelSourceError(f"{name} has no size {size!r}{_nearest(size, zoo.sizes(name))}")
     preset = zoo.preset(name, size)
+    preset = replace(preset, meta=preset.meta or not weights)
     try:
         model = zoo.build(preset, dtype, seed)
     except ImportError as e:
         raise ModelSourceError(_INSTALL_TRANSFORMERS) from e
     except AttributeError as e:
         raise ModelSourceError(f"this transformers has no {preset.architecture}: pip install -U transformers") from e
-    weights = "no weights (meta device): compiles, but cannot run" if preset.meta else f"random weights, seed {seed}"
+    note = _NO_WEIGHTS if preset.meta else f"random weights, seed {seed}."
     case = GenerationCase(model, batch, preset.prefill_tokens, preset.max_cache_len, seed)
-    return LoadedModel(model, "forward", f"{name} ({size})", case.inputs, case, (f"{weights}.",))
+    return LoadedModel(model, "forward", f"{name} ({size})", case.inputs, case, (note,))
 
 
-def _from_folder(folder: Path, dtype: torch.dtype | None, seed: int, batch: int) -> LoadedModel:
+def _from_folder(folder: Path, dtype: torch.dtype | None, seed: int, batch: int, weights: bool) -> LoadedModel:
     try:
         import transformers
     except ImportError as e:
@@ -124,9 +131,13 @@ def _from_folder(folder: Path, dtype: torch.dtype | None, seed: int, batch: int)
     except (ValueError, OSError, json.JSONDecodeError) as e:
         raise ModelSourceError(f"{folder / 'config.json'} cannot be used: {str(e).splitlines()[0]}") from e
     architecture = _architecture(folder, config)
-    if any(folder.glob("*.safetensors")):
+    if not weights:
+        with torch.device("meta"):
+            model = architecture._from_config(config, dtype=dtype or config.dtype or torch.bfloat16)
+        notes: tuple[str, ...] = (_NO_WEIGHTS,)
+    elif any(folder.glob("*.safetensors")):
         model = architecture.from_pretrained(folder, dtype=dtype or "auto", local_files_only=True)
-        notes: tuple[str, ...] = ()
+        notes = ()
     else:
         model = architecture._from_config(config, dtype=dtype or config.dtype or torch.bfloat16)
         lively_(model, seed)

@@ -114,6 +114,11 @@ def add_model_arguments(parser: argparse.ArgumentParser, phases: Sequence[str] =
     group.add_argument("--no-cache", action="store_true", help="neither read nor write the compile cache")
 
 
+def add_offline_argument(parser: argparse.ArgumentParser) -> None:
+    """``--offline``, for the verbs that run nothing."""
+    parser.add_argument("--offline", action="store_true", help="build the model without weights (meta device)")
+
+
 def options_of(args: argparse.Namespace, **more: Any) -> Options:
     """The `Options` that the arguments ask for; ``--phase both`` leaves the phase open."""
     return Options(
@@ -135,7 +140,10 @@ def load_model(args: argparse.Namespace) -> LoadedModel:
     from cannopy.frontend import sources
 
     phase: Phase = "decode" if args.phase == "decode" else "prefill"
-    loaded = sources.load(args.model, size=args.size, dtype=args.dtype, seed=args.seed, phase=phase, batch=args.batch)
+    loaded = sources.load(
+        args.model, size=args.size, dtype=args.dtype, seed=args.seed, phase=phase, batch=args.batch,
+        weights=not getattr(args, "offline", False),
+    )
     case = loaded.case
     if case is None:
         if args.prompt_tokens or args.max_cache_len:

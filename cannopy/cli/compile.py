@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from cannopy.cli.common import (
     add_model_arguments,
+    add_offline_argument,
     console,
     load_model,
     options_of,
@@ -30,6 +31,7 @@ _EXAMPLES = """\
   cannopy compile deepseek-v3.2 --phase prefill --prompt-tokens 128
   cannopy compile ./DeepSeek-V3.2 --batch 8 --cache-dir ./artifacts
   cannopy compile my_model.py:make --fusion mla_prolog=require
+  cannopy compile ./DeepSeek-V3.2 --offline --target atlas-950   only config.json is read
   cannopy compile deepseek-v3.2 --json | jq .kernels
 """
 
@@ -38,6 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add `compile` to the command line."""
     parser = verb_parser(subparsers, "compile", run, "compile one phase, without running it", _DESCRIPTION, _EXAMPLES)
     add_model_arguments(parser)
+    add_offline_argument(parser)
     parser.add_argument("--dump-dir", type=Path, metavar="DIR", help="write the graph after each pass as text")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cannopy.cli.common import add_model_arguments, print_json, verb_parser
+from cannopy.cli.common import add_model_arguments, add_offline_argument, print_json, verb_parser
 from cannopy.cli.compile import compile_phase
 
 _DESCRIPTION = """\
@@ -24,6 +24,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add `dump` to the command line."""
     parser = verb_parser(subparsers, "dump", run, "numbered graphs after each pass", _DESCRIPTION, _EXAMPLES)
     add_model_arguments(parser)
+    add_offline_argument(parser)
     parser.add_argument("--out", type=Path, default=Path("graphs"), metavar="DIR", help="folder to write to (graphs)")
 
 

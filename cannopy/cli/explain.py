@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from cannopy.cli.common import add_model_arguments, console, print_json, verb_parser
+from cannopy.cli.common import add_model_arguments, add_offline_argument, console, print_json, verb_parser
 from cannopy.cli.compile import compile_phase
 from cannopy.errors import CannopyError, unknown
 
@@ -26,6 +26,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add `explain` to the command line."""
     parser = verb_parser(subparsers, "explain", run, "why each fusion matched or did not", _DESCRIPTION, _EXAMPLES)
     add_model_arguments(parser)
+    add_offline_argument(parser)
     parser.add_argument("--rule", metavar="RULE", help="only this rule")
     parser.add_argument("--node", metavar="NODE", help="only what was tried at, or stopped at, this node of the graph")
 

@@ -16,7 +16,7 @@ VARIANTS = {
     "block_size": 64,
     "fusions": {"rms_norm": False},
 }
-NOT_IN_TEXT = {"cache_dir": Path("/x"), "use_cache": False, "dump_dir": Path("/x"), "verify": False, "offline": True}
+NOT_IN_TEXT = {"cache_dir": Path("/x"), "use_cache": False, "dump_dir": Path("/x"), "verify": False}
 
 
 def test_every_option_is_covered_here():

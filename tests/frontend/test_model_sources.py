@@ -144,6 +144,10 @@ def test_folder_with_and_without_weights(tmp_path: Path) -> None:
         assert random.model(ids, **kwargs).logits.isfinite().all()
     with pytest.raises(ModelSourceError, match="one size"):
         sources.load(str(bare), size="tiny")
+    empty = sources.load(str(bare), weights=False)
+    assert empty.notes == ("no weights (meta device): compiles, but cannot run.",)
+    assert all(p.is_meta for p in empty.model.parameters())
+    assert [p.shape for p in empty.model.parameters()] == [p.shape for p in original.parameters()]
 
 
 def test_folder_that_is_no_checkpoint(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import difflib
 import importlib
 import inspect
+import linecache
 import re
 import shutil
 import tempfile
@@ -156,7 +157,7 @@ class TorchairFactory:
                 generated.call(compiled, tensors)
             except _NotRunError:
                 pass
-            except Exception as e:
+            except Exception as e:  # Dynamo, torchair's converters and GE each raise their own
                 raise CompileError(self._failure(generated, e)) from e
         stored = [p for p in self.work.files() if Path(p).name == STORED]
         if len(stored) != 1 or not modules:
@@ -198,8 +199,23 @@ class TorchairFactory:
         return "; ".join(self.log[-5:]) or "it gave no reason"
 
     def _failure(self, generated: GeneratedModule, error: Exception) -> str:
+        filename, text = str(generated.module.__file__), str(error)
+        missing = re.search(r"torch\.ops\.([\w.]+) ge_converter is not implemented", text)
+        if missing is not None:
+            return (
+                f"torchair has no converter for {missing[1]}, used by {_origin(filename, text)}; "
+                "write that line with other operations"
+            )
         said = f"\ntorchair said: {self._reason()}" if self.log else ""
-        return f"compiling {generated.module.__file__} failed: {type(error).__name__}: {error}{said}"
+        return f"compiling {filename} failed: {type(error).__name__}: {error}{said}"
+
+
+def _origin(filename: str, text: str) -> str:
+    """Module and source line of the call in the generated file that the traceback ``text`` names."""
+    found = re.search(rf'File "{re.escape(filename)}", line (\d+)', text)
+    lines = linecache.getlines(filename)[: int(found[1])] if found else []
+    comments = [line.strip() for line in lines if line.lstrip().startswith("#")]
+    return comments[-1].removeprefix("# ") if comments else filename
 
 
 def _torchair() -> Any:

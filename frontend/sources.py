@@ -213,7 +213,7 @@ def _import_factory(file: Path, name: str) -> Callable[..., Any]:
     sys.modules[module_name] = module  # dataclasses and pickle look the module up by name
     try:
         module_spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException:  # whatever the user's file raises: its half-made module must not stay
         if previous is None:
             del sys.modules[module_name]
         else:

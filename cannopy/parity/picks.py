@@ -38,10 +38,12 @@ class Pick:
 
     @property
     def rows(self) -> int:
+        """Number of selections: tokens, for a router or an indexer."""
         return self.indices.shape[0]
 
     @property
     def k(self) -> int:
+        """Picks per selection."""
         return self.indices.shape[1]
 
 

@@ -18,11 +18,6 @@ from tests.backend.programs import Cache, eager, example, tiny
 key = sys.modules["cannopy.backend.cache.key"]
 
 
-@pytest.fixture(autouse=True)
-def pinned(monkeypatch):
-    monkeypatch.setattr(key, "package_digest", lambda: "pinned")
-
-
 def identity(model, args, kwargs=None, options=None):
     return key.fingerprint(model, "forward", args, kwargs or {}, options or eager())
 

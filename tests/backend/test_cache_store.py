@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import stat
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,11 +28,6 @@ from tests.backend.programs import (
     tiny,
     tiny_program,
 )
-
-
-@pytest.fixture(autouse=True)
-def pinned(monkeypatch):
-    monkeypatch.setattr(sys.modules["cannopy.backend.cache.key"], "package_digest", lambda: "pinned")
 
 
 def snapshot(root: Path) -> dict[str, bytes]:

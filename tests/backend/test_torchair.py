@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 import tempfile
 from pathlib import Path
 
@@ -33,11 +32,6 @@ from tests.backend.programs import (
     tiny_program,
 )
 from tests.backend.test_cache_store import snapshot
-
-
-@pytest.fixture(autouse=True)
-def pinned(monkeypatch):
-    monkeypatch.setattr(sys.modules["cannopy.backend.cache.key"], "package_digest", lambda: "pinned")
 
 
 def options(cache_dir: Path | None = None, **changes) -> BuildOptions:

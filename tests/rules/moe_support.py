@@ -112,3 +112,13 @@ def tokens(batch: int, length: int, hidden: int, dtype: torch.dtype, seed: int =
 def error(found: Tensor, wanted: Tensor) -> float:
     """Norm of the difference over the norm of ``wanted``, in float64."""
     return float((found.double() - wanted).norm() / wanted.norm())
+
+
+def assert_refused(before: Traced, rules: Sequence[Rule], reason: str) -> Traced:
+    """No rule applies, one says ``reason``, and nothing has changed; the program afterwards."""
+    after, log = before.fused(rules)
+    assert log.hits == []
+    assert [m.reason for m in log.misses if reason in m.reason], [m.reason for m in log.misses]
+    assert after.program.weights == []
+    assert after.operations() == before.operations()
+    return after

@@ -36,7 +36,7 @@ class SharedObject:
         self._file = path.open("rb")
         try:
             self._elf = ELFFile(self._file)
-        except BaseException:
+        except BaseException:  # whatever ends it, the file must not stay open
             self._file.close()
             raise
 

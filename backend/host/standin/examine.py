@@ -47,6 +47,7 @@ class Check:
     cure: str = ""
 
     def to_dict(self) -> dict[str, str]:
+        """Plain data that JSON takes."""
         return asdict(self)
 
 

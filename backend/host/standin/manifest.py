@@ -14,6 +14,7 @@ LIBRARY_NAME = "libcannopy_standin.so"
 
 
 def sha256(path: Path) -> str:
+    """Hex digest of a file, read in pieces of 1 MiB."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -32,6 +33,7 @@ class CoreStamp:
 
     @classmethod
     def of(cls, path: Path) -> CoreStamp:
+        """The stamp of the file as it is; reads all of it."""
         stat = path.stat()
         return cls(sha256(path), stat.st_size, int(stat.st_mtime))
 

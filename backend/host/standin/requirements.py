@@ -26,6 +26,7 @@ class Requirement:
     with_cann_only: bool = False
 
     def present(self, folders: Sequence[str]) -> bool:
+        """Whether one of the folders of a search path has the module; nothing is imported."""
         modules = (f"{self.module}/__init__.py", f"{self.module}.py")
         return any(Path(folder or ".", module).is_file() for folder in folders for module in modules)
 

@@ -68,6 +68,7 @@ class Wheel:
 
     @property
     def package(self) -> Path:
+        """The folder of the package torch_npu."""
         return self.site / "torch_npu"
 
     @property

@@ -18,6 +18,12 @@ EXPERTS_REMEDY = 'set the model\'s experts to one graph: model.set_experts_imple
 _BRANCHLESS = "make the code branchless with torch.where, or pass the condition as a Python bool"
 
 _REMEDIES = (
+    (
+        "a `lock` context manager",
+        "the model takes a lock",
+        "make one eager call with these arguments first: transformers locks only when it installs the hooks that "
+        "record hidden states or router logits",
+    ),
     ("Data-dependent branching", "control flow depends on a tensor's value", _BRANCHLESS),
     ("Data-dependent assertion", "an assertion depends on a tensor's value", "remove the assertion from the model"),
     ("Dynamic control flow", "control flow depends on a tensor's value", _BRANCHLESS),
@@ -119,8 +125,8 @@ def _remedy_for_effect(owner: str, attributes: tuple[str, ...]) -> str:
             "mask still hides those outside the window"
         )
     return (
-        "initialise the cache before capture: cannopy.frontend.state.prepare_state(model, args, kwargs); use a "
-        "StaticCache, whose tensors keep their storage"
+        "pass a StaticCache(config=..., max_cache_len=...), whose tensors keep their storage; one that is not an "
+        "argument has to be initialised by an eager call first"
     )
 
 

@@ -110,6 +110,11 @@ def _object_leaf(value: Any, own: Mapping[int, str], call: Call) -> Leaf:
             "the method returns a tensor that it neither computes nor reaches from self or its arguments",
             remedy="register the tensor as a buffer of the module",
         )
+    if type(value).__module__ == "transformers.cache_utils":
+        raise CaptureError(
+            f"the method makes a {type(value).__name__} and returns it",
+            remedy="pass a StaticCache, or use_cache=False",
+        )
     raise CaptureError(
         f"the method returns a {name}, which cannot be rebuilt without running the model",
         remedy="return tensors in tuples, lists or dicts, or register the class with torch.utils._pytree."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from torch import nn
 
 import cannopy
 from cannopy.backend.guards import GuardError
+from cannopy.backend.torchair import CompileError
+from cannopy.frontend.errors import CaptureError
 
 
 def renaming(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,3 +91,50 @@ def test_a_new_static_cache_for_each_prompt(tmp_path: Path) -> None:
         assert int(ours.layers[0].cumulative_length) == 3
     with pytest.raises(GuardError, match=r"`x` .*\[2, 1, 8\].*\[2, 2, 8\]"):
         compiled(torch.randn(2, 2, 8), cache=new())
+
+
+class Turns(nn.Module):
+    def forward(self, angle: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_real(torch.polar(torch.ones_like(angle), angle))
+
+
+def test_an_operation_that_torchair_lacks_is_named_with_the_line_that_uses_it(tmp_path: Path) -> None:
+    with pytest.raises(CompileError, match=r"^torchair has no converter for aten\.polar\.default, .*call_forms\.py:\d+;"
+                                           r" write that line with other operations$"):
+        cannopy.compile(Turns(), example_inputs=(torch.rand(2, 4),), options=cannopy.Options(cache_dir=tmp_path))
+
+
+class Installs(nn.Module):
+    """Prepares itself under a lock at the first call, as transformers does for output_hidden_states."""
+
+    lock = threading.Lock()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ready = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.ready:
+            with self.lock:
+                self.ready = True
+        return x * 2
+
+
+def test_hooks_that_the_first_call_installs(tmp_path: Path) -> None:
+    model, x, options = Installs(), torch.rand(4), cannopy.Options(cache_dir=tmp_path)
+    with pytest.raises(CaptureError, match=r"takes a lock\n  at .*with self\.lock:\n  cure: make one eager call"):
+        cannopy.compile(model, example_inputs=(x,), options=options)
+    model(x)
+    assert torch.equal(cannopy.compile(model, example_inputs=(x,), options=options)(x), x * 2)
+
+
+class Caching(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        from transformers import DynamicCache
+
+        return x * 2, DynamicCache()
+
+
+def test_a_cache_that_the_model_makes_is_refused_with_the_argument_to_pass(tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match=r"makes a DynamicCache and returns it\n  cure: pass a StaticCache"):
+        cannopy.compile(Caching(), example_inputs=(torch.rand(4),), options=cannopy.Options(cache_dir=tmp_path))

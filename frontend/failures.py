@@ -14,7 +14,10 @@ from . import provenance
 from .dynamo import Effect
 from .errors import CaptureError, SourceLine
 
-EXPERTS_REMEDY = 'set the model\'s experts to one graph: model.set_experts_implementation("grouped_mm")'
+EXPERTS_REMEDY = (
+    'set the model\'s experts to one graph: model.set_experts_implementation("grouped_mm"); where the class does not '
+    "support that, rewrite its loop over experts"
+)
 _BRANCHLESS = "make the code branchless with torch.where, or pass the condition as a Python bool"
 
 _REMEDIES = (

@@ -168,8 +168,9 @@ def _as_set(indices: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def _valid(scores: torch.Tensor) -> torch.Tensor:
-    """Candidates that no mask excludes: masks are -inf or the most negative number of a 16- or 32-bit type."""
-    return scores > torch.finfo(torch.float16).min
+    """Candidates that no mask excludes: masks are -inf or the most negative number of a 16- or 32-bit type, the latter
+    added to a score as well."""
+    return scores > torch.finfo(torch.float16).min / 2
 
 
 def _groups(pick: Pick, scores: torch.Tensor, k: int) -> torch.Tensor:

@@ -29,6 +29,13 @@ def test_recorder_marks_masked_candidates_as_none():
     assert recorder.picks[0].indices.tolist() == [[0, -1]]
 
 
+def test_recorder_knows_a_mask_that_was_added_to_the_scores():
+    mask = torch.tensor([[0.0, torch.finfo(torch.float16).min, 0.0]])
+    with Recorder() as recorder:
+        (torch.tensor([[1.0, 8.0, -9.0]]) + mask).topk(3)
+    assert recorder.picks[0].indices.tolist() == [[0, 2, -1]]
+
+
 def test_recorder_sees_the_npu_ops():
     from cannopy.backend.host.kernels import register
 

@@ -19,10 +19,18 @@ def matmul(op: Op) -> Kernel:
         if offset_w is not None:
             raise op.error("offset_w is for int8, which the host engine does not know")
         if bias is None:
-            return torch.mm(a, b)
+            return _product(a, b)
         return torch.addmm(bias.to(a.dtype), a, b)
 
     return kernel
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b. 16-bit numbers are multiplied in fp32 and rounded once: torch's own 16-bit product of a K-major weight is
+    up to two hundred times slower on CPUs without 16-bit units."""
+    if a.dtype not in (torch.bfloat16, torch.float16):
+        return torch.matmul(a, b)
+    return torch.matmul(a.float(), b.float()).to(a.dtype)
 
 
 def batch_matmul(op: Op) -> Kernel:
@@ -30,7 +38,7 @@ def batch_matmul(op: Op) -> Kernel:
     t1, t2 = op.flag("adj_x1", False), op.flag("adj_x2", False)
 
     def kernel(x1: Tensor, x2: Tensor, bias: Tensor | None = None, offset_w: Tensor | None = None) -> Tensor:
-        y = torch.matmul(x1.mT if t1 else x1, x2.mT if t2 else x2)
+        y = _product(x1.mT if t1 else x1, x2.mT if t2 else x2)
         return y if bias is None else y + bias
 
     return kernel

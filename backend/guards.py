@@ -162,6 +162,20 @@ def check_tensor(value: object, spec: InputSpec, device: str, name: str) -> torc
     )
 
 
+def laid_out(value: object, spec: InputSpec) -> object:
+    """A tensor of the right shape and type in the strides that were compiled, copied if need be; else `value` itself.
+
+    Only for tensors that the graph reads: token ids are often a slice of a longer tensor in one call and not in the
+    next.
+    """
+    if not isinstance(value, torch.Tensor) or value.shape != spec.shape or value.dtype is not spec.dtype:
+        return value
+    if value.stride() == spec.stride or same_layout(spec.shape, value.stride(), spec.stride):
+        return value
+    copy = torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=value.device)
+    return copy.copy_(value.detach())
+
+
 def apply_view(value: torch.Tensor, spec: InputSpec, name: str) -> torch.Tensor:
     """The tensor that the graph sees: a view of the same storage, never a copy."""
     if spec.view is None:

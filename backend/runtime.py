@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from cannopy.backend.artifact import Artifact
-from cannopy.backend.guards import CallBinder, ConstantGuard, GuardError, LeafGuard, apply_view, check_tensor
+from cannopy.backend.guards import CallBinder, ConstantGuard, GuardError, LeafGuard, apply_view, check_tensor, laid_out
 from cannopy.backend.weights import FormatCast, WeightBinder
 from cannopy.fx_passes.paths import PathLookupError, compile_path
 from cannopy.fx_passes.program import OutputSpec
@@ -124,6 +124,8 @@ class CompiledModel:
                 value = resolve(self._model, args, kwargs)
             except PathLookupError as e:
                 raise GuardError(f"{name}: expected a tensor; {e}") from e
+            if spec.kind == "argument" and not spec.mutated:
+                value = laid_out(value, spec)
             found.append(apply_view(check_tensor(value, spec, device, name), spec, name))
         self._check_overlap(found)
         return found

@@ -14,6 +14,10 @@ MEDIAN_LIMIT = 1.25
 """Largest ratio of the compiled run's median error to plain bf16's."""
 P90_LIMIT = 1.5
 """The same at the 90th percentile."""
+SUMMATION_FLOOR = 16 * torch.finfo(torch.float32).eps
+"""Errors up to this (1.9e-6) are within any limit: the order in which the CPU's BLAS sums 1000 to 2000 products in fp32
+depends on the layout of the weight and changes the error of one product by a factor of two (measured: 2.9e-7 to 6.9e-7).
+Only fp32 models are that exact."""
 TIE_SIGMAS = 8.0
 """How far apart two scores may be and still count as a tie, in standard deviations of bf16 noise on the scores.
 
@@ -52,7 +56,7 @@ class ErrorParity:
         found = []
         for name, limit in (("median", MEDIAN_LIMIT), ("p90", P90_LIMIT)):
             ours, plain = getattr(self.compiled, name), getattr(self.plain, name)
-            if not ours <= limit * plain:  # a NaN fails
+            if not ours <= max(limit * plain, SUMMATION_FLOOR):  # a NaN fails
                 bound = f"{limit} × {plain:.3e} of plain bf16"
                 found.append(f"{self.phase}: {name} error {ours:.3e} of the compiled run is over {bound}")
         return found

@@ -35,7 +35,8 @@ def test_doubled_row_has_error_one():
         ((1.0, 1.51), (1.0, 1.0), ["p90"]),
         ((math.nan, math.nan), (1.0, 1.0), ["median", "p90"]),
         ((0.0, 0.0), (0.0, 0.0), []),
-        ((1e-9, 1e-9), (0.0, 0.0), ["median", "p90"]),
+        ((1.8e-6, 1.8e-6), (9e-7, 9e-7), []),
+        ((2e-6, 2e-6), (9e-7, 9e-7), ["median", "p90"]),
     ],
 )
 def test_error_limits(ours, plain, failing):

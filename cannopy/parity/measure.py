@@ -15,8 +15,8 @@ MEDIAN_LIMIT = 1.25
 P90_LIMIT = 1.5
 """The same at the 90th percentile."""
 SUMMATION_FLOOR = 16 * torch.finfo(torch.float32).eps
-"""Errors up to this (1.9e-6) are within any limit: the order in which the CPU's BLAS sums 1000 to 2000 products in fp32
-depends on the layout of the weight and changes the error of one product by a factor of two (measured: 2.9e-7 to 6.9e-7).
+"""Errors up to this (1.9e-6) are within any limit. The order in which the CPU's BLAS sums 1000 to 2000 products in
+fp32 depends on the layout of the weight, and the error of one product with it (measured: 2.9e-7 to 6.9e-7).
 Only fp32 models are that exact."""
 TIE_SIGMAS = 8.0
 """How far apart two scores may be and still count as a tie, in standard deviations of bf16 noise on the scores.

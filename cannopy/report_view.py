@@ -94,8 +94,17 @@ def hits_table(hits: Sequence[Mapping[str, Any]]) -> Table:
     """One row per rule and place."""
     table = _table("layer", "rule", "module", "node", "source lines")
     for hit in hits:
-        table.add_row(_layer(hit), hit["rule"], hit["module_path"], hit["node"], escape("\n".join(hit["lines"])))
+        table.add_row(_layer(hit), hit["rule"], hit["module_path"], hit["node"], escape(_by_file(hit["lines"])))
     return table
+
+
+def _by_file(lines: Sequence[str]) -> str:
+    """Source lines ``file:number``, each file once: ``file:3, 5``."""
+    files: dict[str, set[int]] = {}
+    for line in lines:
+        file, _, number = line.rpartition(":")
+        files.setdefault(file, set()).add(int(number))
+    return "\n".join(f"{file}:{', '.join(map(str, sorted(numbers)))}" for file, numbers in files.items())
 
 
 def misses_table(misses: Sequence[Mapping[str, Any]]) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import warnings
@@ -11,6 +12,7 @@ from typing import NoReturn
 
 import cannopy
 from cannopy.cli import cache, compile, doctor, dump, explain, host, run
+from cannopy.cli.common import json_only
 from cannopy.environment import NotReadyError
 from cannopy.errors import unknown
 
@@ -72,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(parser, arguments)
     warnings.filterwarnings("ignore", module=r"torch_npu\.")  # deprecations of torch inside that package
     try:
-        code: int = args.func(args)
+        with json_only() if getattr(args, "json", False) else contextlib.nullcontext():
+            code: int = args.func(args)
     except KeyboardInterrupt:
         print("cannopy: interrupted", file=sys.stderr)
         return 130

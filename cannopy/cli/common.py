@@ -7,8 +7,9 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from cannopy.environment import import_torch
 from cannopy.errors import CannopyError, unknown
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from cannopy.frontend.sources import LoadedModel
 
 DTYPES = ("bf16", "fp16", "fp32")
+_reserved: ContextVar[TextIO | None] = ContextVar("_reserved", default=None)
 _SWITCHES: Mapping[str, FusionSwitch] = {"on": True, "off": False, "require": "require"}
 
 
@@ -76,7 +78,12 @@ def verb_parser(
 
 def add_model_arguments(parser: argparse.ArgumentParser, phases: Sequence[str] = PHASES, phase: str = "decode") -> None:
     """MODEL, what to call it with, and the options of the compilation."""
-    parser.add_argument("model", metavar="MODEL", help="zoo name, Hugging Face checkpoint folder, or path.py:factory")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="zoo name, Hugging Face checkpoint folder, or path.py:factory, a function that returns a module, a method "
+        "name and a tuple of inputs, and may take phase, batch, dtype and seed",
+    )
     group = parser.add_argument_group("model and inputs")
     group.add_argument("--size", metavar="SIZE", help="size of a zoo model: tiny (the default), small or full")
     group.add_argument("--dtype", type=one_of("dtype", DTYPES), metavar="|".join(DTYPES), help="of the parameters")
@@ -169,9 +176,19 @@ def console(args: argparse.Namespace) -> Console:
 
 
 def print_json(data: Any) -> None:
-    """One JSON object on standard output."""
-    json.dump(data, sys.stdout, indent=2)
-    print()
+    """One JSON object on standard output, also inside `json_only`."""
+    print(json.dumps(data, indent=2), file=_reserved.get() or sys.stdout)
+
+
+@contextlib.contextmanager
+def json_only() -> Iterator[None]:
+    """Keeps standard output for `print_json`: what anything else prints, a user's model too, goes to standard error."""
+    token = _reserved.set(sys.stdout)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _reserved.reset(token)
 
 
 @contextlib.contextmanager

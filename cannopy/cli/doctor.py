@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 
 from cannopy.backend.host.standin.examine import Check, examine
+from cannopy.cli.common import print_json
 
 _DESCRIPTION = """\
 Looks at everything cannopy needs, from the interpreter to a real `import torch, torch_npu, torchair`
@@ -41,8 +40,7 @@ def run(args: argparse.Namespace) -> int:
     checks = examine(import_test=not args.no_import)
     ok = all(check.state != "failed" for check in checks)
     if args.json:
-        json.dump({"ok": ok, "checks": [check.to_dict() for check in checks]}, sys.stdout, indent=2)
-        print()
+        print_json({"ok": ok, "checks": [check.to_dict() for check in checks]})
     else:
         _print_table(checks)
     return 0 if ok else 1

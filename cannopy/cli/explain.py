@@ -54,6 +54,9 @@ def run(args: argparse.Namespace) -> int:
     for title, table in (("Applied", hits_table(hits)), ("Came near and did not apply", misses_table(misses))):
         screen.print(f"\n[bold]{title}[/]")
         screen.print(table if table.row_count else "nothing")
+    if args.node and not (hits or misses):
+        text = f"\nNo rule was applied or stopped at a node {args.node!r}. `cannopy dump` shows the names of all nodes."
+        screen.print(text, markup=False)
     return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from cannopy.backend.host.standin import EnvironmentProblem, StandinStatus
 from cannopy.backend.host.standin.install import install_for, uninstall_for
 from cannopy.backend.host.standin.status import wheel_status
 from cannopy.backend.host.standin.wheel import Search, locate
+from cannopy.cli.common import print_json
 
 _DESCRIPTION = """\
 torch_npu links against CANN's shared libraries, and `import torch` loads torch_npu, so on a machine
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     except EnvironmentProblem as error:
         return _report_problem(error, args.json)
     if args.json:
-        print(json.dumps(result.to_dict(), indent=2))
+        print_json(result.to_dict())
     else:
         print(_sentence(args.host_verb, result))
     return 0 if result.usable or args.host_verb == "uninstall" else 1
@@ -91,7 +91,7 @@ def _search(args: argparse.Namespace) -> Search:
 def _report_problem(error: EnvironmentProblem, as_json: bool) -> int:
     if as_json:
         problem: dict[str, Any] = {"state": "error", "problem": error.problem, "cure": error.cure}
-        print(json.dumps(problem, indent=2))
+        print_json(problem)
     else:
         print(error, file=sys.stderr)
     return 1

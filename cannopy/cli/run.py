@@ -36,7 +36,7 @@ _EXAMPLES = """\
   cannopy run deepseek-v3.2 --batch 8 --prompt-tokens 200 --steps 2
   cannopy run deepseek-v3.2 --phase decode --target atlas-950
   cannopy run ./my-checkpoint --out report           also writes report/report.json and report/index.html
-  cannopy run my_model.py:make --phase decode        a factory: def make(...): return module, "forward", inputs
+  cannopy run my_model.py:make --phase decode        a factory: def make(): return module, "forward", (x,)
   cannopy run deepseek-v3.2 --json | jq .parity.failures
 """
 

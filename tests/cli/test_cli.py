@@ -105,3 +105,18 @@ def test_cache_of_an_empty_folder(capsys, tmp_path: Path):
     assert json.loads(capsys.readouterr().out) == {"ok": True, "entries": []}
     assert _exit_code(["cache", "prune", "--all", "--cache-dir", str(tmp_path)]) == 0
     assert "removed 0" in capsys.readouterr().out
+
+
+def test_what_a_model_prints_stays_out_of_the_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Standard output of `--json` is one object even when the user's factory prints."""
+    file = tmp_path / "loud.py"
+    file.write_text(
+        "import torch\n"
+        "def make():\n"
+        "    print('factory')\n"
+        "    return torch.nn.Linear(16, 16), 'forward', (torch.ones(1, 16),)\n"
+    )
+    assert cli.main(["explain", f"{file}:make", "--node", "nosuch", "--json", "--no-cache"]) == 0
+    text = capsys.readouterr()
+    assert json.loads(text.out) == {"hits": [], "misses": []}
+    assert "factory" in text.err

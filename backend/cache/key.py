@@ -70,6 +70,8 @@ def differences(old: Fingerprint, new: Fingerprint, limit: int = 3) -> list[str]
             continue
         a, b = old.details.get(name, {}), new.details.get(name, {})
         items = [k for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)]
+        if len(items) > 1:  # the other items say the same line by line
+            items = [k for k in items if k != "text"]
         shown = [f"{k}: {_short(a.get(k))} -> {_short(b.get(k))}" for k in items[:limit]]
         more = f" and {len(items) - limit} more" if len(items) > limit else ""
         lines.append(f"{name} ({'; '.join(shown)}{more})" if shown else name)

@@ -6,7 +6,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from cannopy.cli.common import console, print_json
 from cannopy.environment import import_torch
@@ -119,12 +119,13 @@ def _print_entries(args: argparse.Namespace, entries: Sequence[Entry]) -> int:
     from rich.table import Table
 
     table = Table(show_edge=False, pad_edge=False)
-    for column in ("entry", "method", "made", "size", "state"):
-        table.add_column(column, justify="right" if column == "size" else "left", overflow="fold")
+    for column in ("entry", "made", "size", "state"):
+        side: Literal["left", "right"] = "right" if column == "size" else "left"
+        table.add_column(column, justify=side, no_wrap=column != "state", overflow="fold")
     for entry in entries:
         made = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.created))
         state = f"[red]{entry.problem}[/]" if entry.problem else "ok"
-        table.add_row(entry.path.name, entry.method, made, f"{entry.bytes / 1e6:.1f} MB", state)
+        table.add_row(entry.path.name, made, f"{entry.bytes / 1e6:.1f} MB", state)
     console(args).print(table)
     return 1 if bad else 0
 

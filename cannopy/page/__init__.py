@@ -76,7 +76,7 @@ def _phase(phase: str, report: CompileReport) -> str:
     return f"""
 <section>
   <h2>{html.escape(phase)}</h2>
-  <p>{html.escape(headline(report))}</p>
+  <p>{html.escape(headline(report)).replace(chr(10), "<br>")}</p>
   <h3>Fusions by layer</h3>
   {fusions}
   <h3>Came near and did not fuse</h3>

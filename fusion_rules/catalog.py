@@ -16,7 +16,7 @@ from cannopy.fusion_rules.rewrite import (
     swiglu,
 )
 
-LIFT: tuple[Rule, ...] = (lift_rms_norm.RULE, *lift_rotary.RULES, lift_attention.RULE)
+LIFT: tuple[Rule, ...] = (*lift_rms_norm.RULES, *lift_rotary.RULES, lift_attention.RULE)
 """ATen spellings to dialect ops."""
 
 REWRITE: tuple[Rule, ...] = (

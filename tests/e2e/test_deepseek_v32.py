@@ -72,7 +72,7 @@ def test_parity_holds_for_several_weights(main_job: trial.Trial, cache_dir: Path
 def test_selection_mattered(main_job: trial.Trial) -> None:
     assert main_job.parity is not None
     picks = {(p.phase, p.kind): p for p in main_job.parity.picks}
-    assert set(picks) == {(phase, kind) for phase in ("prefill", "decode") for kind in ("keys", "experts")}
+    assert set(picks) == {(phase, kind) for phase in ("prefill", "decode") for kind in ("keys", "groups", "experts")}
     assert all(p.invalid == 0 for p in picks.values())
     assert main_job.settings["prompt_tokens"] > 64, "the context is longer than index_topk"
 

@@ -139,7 +139,7 @@ def test_a_lazy_cache_is_refused_with_the_cure(model: nn.Module) -> None:
     with pytest.raises(CaptureError) as caught:
         capture(model, "forward", args, kwargs)
     assert "kwargs['cache'].layers[0].indexer_keys" in caught.value.reason
-    assert "prepare_state" in caught.value.remedy
+    assert "StaticCache" in caught.value.remedy
     assert caught.value.source_file is not None
     assert caught.value.source_file.endswith("cache_utils.py")
 

@@ -1,0 +1,103 @@
+"""Both places of rounding fuse; look-alikes do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from cannopy.backend.host import target
+from cannopy.backend.host.activate import activate
+from cannopy.frontend.capture import capture
+from cannopy.fusion_rules import catalog, dialect
+from cannopy.fusion_rules.engine.apply import Log
+from cannopy.fusion_rules.lower import add_rms_norm, rms_norm
+from cannopy.fx_passes import normalise
+from tests.rules.support import Case, fresh, fuse, run
+
+ULP = 2.0**-7
+"""One unit in the last place of bf16, relative."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _on_host() -> Iterator[None]:
+    activate()
+    with target.using("atlas-a3"):
+        yield
+
+
+class Norm(nn.Module):
+    """x.float() normalised; ``form`` says how gamma comes in."""
+
+    def __init__(self, form: Callable[..., torch.Tensor], gamma_dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter((1 + 0.3 * torch.randn(128)).to(gamma_dtype))
+        self.form = form
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return self.form(self.weight, normed, x)
+
+
+def _fused(model: nn.Module) -> tuple[Case, Log, torch.Tensor, torch.Tensor]:
+    dialect.register_all()
+    x = torch.randn(5, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    program = capture(model, "forward", (x,))
+    normalise.run(program)
+    case = Case(model, (x,), {}, program)
+    rewritten = fresh(case)
+    log = fuse(rewritten, (*catalog.LIFT, add_rms_norm.RULE, rms_norm.RULE))
+    return case, log, run(case, fresh(case))[0][0], run(case, rewritten)[0][0]
+
+
+FORMS = {
+    "llama": lambda w, n, x: w * n.to(x.dtype),
+    "gamma_first": lambda w, n, x: (w * n).to(x.dtype),
+    "gamma_widened": lambda w, n, x: (n * w.float()).to(x.dtype),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rounding_before_or_after_gamma(form: str) -> None:
+    _, log, expected, found = _fused(Norm(FORMS[form]))
+    assert log.counts()["rms_norm"] == 1
+    assert not log.misses
+    torch.testing.assert_close(found, expected, rtol=ULP, atol=1e-6)
+
+
+def test_torch_rms_norm() -> None:
+    _, log, expected, found = _fused(nn.RMSNorm(128, eps=1e-5).bfloat16().requires_grad_(False))
+    assert log.counts()["rms_norm"] == 1
+    torch.testing.assert_close(found, expected, rtol=ULP, atol=1e-6)
+
+
+WIDE = {
+    "one_plus_gamma": (lambda w, n, x: ((1 + w.float()) * n).to(x.dtype), torch.bfloat16),
+    "fp32_gamma": (lambda w, n, x: (w * n).to(x.dtype), torch.float32),
+}
+
+
+@pytest.mark.parametrize("form", WIDE)
+def test_a_norm_with_fp32_gamma_is_one_in_fp32(form: str) -> None:
+    """Gamma as the model computes it (1 + w is not w) goes into an fp32 norm; the cast of the result stays."""
+    _, log, expected, found = _fused(Norm(*WIDE[form]))
+    assert log.counts()["rms_norm"] == 1
+    torch.testing.assert_close(found, expected, rtol=ULP, atol=1e-6)
+
+
+LOOK_ALIKES = {
+    "fp32_result": lambda w, n, x: w * n,
+    "other_dtype": lambda w, n, x: (w * n).half(),
+}
+
+
+@pytest.mark.parametrize("form", LOOK_ALIKES)
+def test_look_alikes_stay_as_they_are(form: str) -> None:
+    _, log, expected, found = _fused(Norm(LOOK_ALIKES[form]))
+    assert "rms_norm" not in log.counts()
+    assert any("mixes dtypes" in m.reason for m in log.misses)
+    assert torch.equal(expected, found)

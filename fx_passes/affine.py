@@ -94,8 +94,13 @@ class Causal:
     const: int
 
 
-def causal(node: object) -> Causal | str:
-    """The causal form of a mask over [.., queries, keys], or the reason why it is not provably one."""
+def causal(node: object, queries: int, keys: int) -> Causal | str:
+    """The causal form of a mask over [.., queries, keys], or the reason why it is not provably one.
+
+    A mask with a broadcast query or key dim is refused: it is one row for all queries.
+    """
+    if isinstance(node, fx.Node) and shape(node)[-2:] != (queries, keys):
+        return f"mask {node} has shape {list(shape(node))}, not one entry for each of {queries} queries and {keys} keys"
     found = mask(node)
     if found is None:
         return (f"mask {node} is not provably causal by cache position (a padding or custom mask stays a tensor; "

@@ -106,7 +106,8 @@ def sizes(match: Match) -> dict[str, int]:
 
 
 def _masks(match: Match) -> Causal | Refusal:
-    found = [causal(match["attention_mask"]), causal(match["index_mask"])]
+    s = sizes(match)
+    found = [causal(match[name], s["S"], s["L"]) for name in ("attention_mask", "index_mask")]
     for reason, name in zip(found, ("attention_mask", "index_mask"), strict=True):
         if isinstance(reason, str):
             return Refusal(reason, match[name])

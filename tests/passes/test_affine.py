@@ -15,11 +15,13 @@ PAST = torch.tensor(5)
 QUERIES, KEYS = 3, 12
 
 
-def _mask(fn: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Causal | str:
+def _mask(
+    fn: Callable[..., torch.Tensor], *inputs: torch.Tensor, queries: int = QUERIES, keys: int = KEYS
+) -> Causal | str:
     program = program_of(fn, *inputs)
     normalise.run(program)
     output = next(iter(reversed(program.gm.graph.nodes)))
-    return causal(output.args[0][0])
+    return causal(output.args[0][0], queries, keys)
 
 
 def _positions(past: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,7 +113,7 @@ def _block(past: torch.Tensor) -> torch.Tensor:
      (_weak_fill, "not provably"), (_block, "not provably")],
 )
 def test_other_masks_are_refused(fn: Callable[..., torch.Tensor], reason: str) -> None:
-    found = _mask(fn, PAST)
+    found = _mask(fn, PAST, keys=QUERIES if fn is _transposed else KEYS)
     assert isinstance(found, str)
     assert reason in found
 
@@ -120,6 +122,13 @@ def test_a_strict_mask_sees_one_key_less() -> None:
     found = _mask(_strict, PAST)
     assert isinstance(found, Causal)
     assert found.const == -1
+
+
+def test_one_row_for_all_queries_is_refused() -> None:
+    found = _mask(lambda past: (torch.arange(KEYS) <= past)[None], PAST)
+    assert isinstance(found, str)
+    assert "3 queries" in found
+    assert isinstance(_mask(lambda past: (torch.arange(KEYS) <= past)[None], PAST, queries=1), Causal)
 
 
 def test_a_padding_mask_is_refused() -> None:

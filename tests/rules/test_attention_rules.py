@@ -156,6 +156,20 @@ def _window(program: Program) -> None:
         user.replace_input_with(compare, both)
 
 
+def _one_row_for_all_queries(program: Program) -> None:
+    """Every query sees what the first one sees: the mask broadcasts over the queries."""
+    editor = Editor(program.gm)
+    whole = _one(program, aten.expand.default, where=lambda n: n.meta["val"].dtype is torch.bool)
+    users = list(whole.users)
+    with editor.before(whole.next, like=whole):
+        row = editor.call(aten.slice.Tensor, whole, 2, 0, 1, 1)
+    for user in users:
+        user.replace_input_with(whole, row)
+    for node in program.gm.graph.nodes:
+        if is_call(node, aten.select.int, aten.bitwise_not.default):
+            editor.refresh(node)
+
+
 def _scaled_kv_b(program: Program) -> None:
     weight = next(n for n in program.gm.graph.nodes if n.op == "placeholder" and "kv_b_proj" in n.name)
     linear = next(iter(weight.users))
@@ -213,6 +227,7 @@ MUTANTS: list[tuple[Callable[[Program], None], str, str]] = [
     (_weak_mask, SPARSE, "-inf"),
     (_other_index_mask, SPARSE, "different masks"),
     (_window, SPARSE, "2 conditions"),
+    (_one_row_for_all_queries, SPARSE, "not one entry for each of 3 queries"),
     (_scaled_kv_b, SPARSE, "every step"),
     (_values_from_keys, SPARSE, "nope"),
     (_doubled_latent, PROLOG, "rms_norm"),

@@ -118,10 +118,11 @@ def _layout(match: Match) -> Refusal | None:
     ):
         if shape(match[name]) != size:
             return Refusal(f"{name} has shape {list(shape(match[name]))}, expected {list(size)}", match[name])
-    cos = shape(match["cos"])
-    if len(cos) != 4 or cos[1:] != (1, queries, s["rope"] // 2) or cos[0] not in (1, batch):
-        return Refusal(f"cos has shape {list(cos)}, expected [1 or {batch}, 1, {queries}, {s['rope'] // 2}]",
-                       match["cos"])
+    for name in ("cos", "sin"):
+        table = shape(match[name])
+        if len(table) != 4 or table[1:] != (1, queries, s["rope"] // 2) or table[0] not in (1, batch):
+            expected = f"[1 or {batch}, 1, {queries}, {s['rope'] // 2}]"
+            return Refusal(f"{name} has shape {list(table)}, expected {expected}", match[name])
     return None
 
 

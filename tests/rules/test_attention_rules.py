@@ -203,6 +203,19 @@ def _swapped_rope(program: Program) -> None:
     key.args = (second, first)
 
 
+def _one_angle_for_all_tokens(program: Program) -> None:
+    """sin of the first token serves every token of the key."""
+    key = next(n for n in program.gm.graph.nodes if is_call(n, aten.sub.Tensor) and n.meta["val"].shape[1] == 1)
+    sin = key.args[1].args[1]  # type: ignore[union-attr]
+    assert isinstance(sin, fx.Node)
+    editor = Editor(program.gm)
+    users = list(sin.users)
+    with editor.before(sin.next, like=sin):
+        first = editor.call(aten.slice.Tensor, sin, 2, 0, 1, 1)
+    for user in users:
+        user.replace_input_with(sin, first)
+
+
 def _other_rows(program: Program) -> None:
     """The rope cache is written one row further than the latent cache."""
     copy = _one(program, aten.index_copy.default, where=lambda n: n.meta["val"].shape[-1] == 64)
@@ -232,6 +245,7 @@ MUTANTS: list[tuple[Callable[[Program], None], str, str]] = [
     (_values_from_keys, SPARSE, "nope"),
     (_doubled_latent, PROLOG, "rms_norm"),
     (_swapped_rope, PROLOG, "rotary"),
+    (_one_angle_for_all_tokens, PROLOG, "sin has shape"),
     (_other_rows, PROLOG, "same index"),
     (_other_input, PROLOG, "different hidden states"),
 ]

@@ -8,6 +8,7 @@ cannot be imported yet.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from cannopy.errors import CannopyError
@@ -16,23 +17,22 @@ from cannopy.report import CompileReport
 
 if TYPE_CHECKING:
     from cannopy.api import Compiled, compile
+    from cannopy.fusion_rules.extension import rule
 
 __version__ = "0.1.0"
-__all__ = ["CannopyError", "CompileReport", "Compiled", "Options", "compile"]
+__all__ = ["CannopyError", "CompileReport", "Compiled", "Options", "compile", "rule"]
 
-_NEED_TORCH = ("Compiled", "compile")
+_NEED_TORCH = {"Compiled": "cannopy.api", "compile": "cannopy.api", "rule": "cannopy.fusion_rules.extension"}
 
 
 def __getattr__(name: str) -> Any:
-    """`compile` and `Compiled` on first use; `CannopyError` with the cure when torch cannot be imported."""
+    """`compile`, `Compiled` and `rule` on first use; `CannopyError` with the cure when torch cannot be imported."""
     if name not in _NEED_TORCH:
         raise AttributeError(f"module 'cannopy' has no attribute {name!r}")
     from cannopy.environment import import_torch
 
     import_torch()
-    from cannopy import api
-
-    value = getattr(api, name)
+    value = getattr(importlib.import_module(_NEED_TORCH[name]), name)
     globals()[name] = value
     return value
 

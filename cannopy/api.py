@@ -63,13 +63,16 @@ def compile(
 
     Raises:
         cannopy.frontend.errors.CaptureError: the method is not one graph; names the user's line and a cure.
+        cannopy.errors.OptionError: a switch of a fusion that does not exist.
+        cannopy.fusion_rules.extension.RuleFileError: a file of ``options.rules`` cannot be used.
         cannopy.pipeline.FusionRequiredError: a required fusion did not apply.
         cannopy.fx_passes.manager.PassError: a pass failed its verification; nothing was emitted.
         cannopy.backend.torchair.CompileError: torchair refused the graph; the cache is as it was.
     """
     options = options or Options()
     kwargs = dict(example_kwargs or {})
-    build_options = _build_options(options)
+    made = pipeline.plan(options)
+    build_options = _build_options(made)
     on_device = have_npu()
     if not on_device:
         from cannopy.backend.host.activate import activate
@@ -84,7 +87,7 @@ def compile(
     if found.compiled is not None:
         found.compiled.report = {**found.compiled.report, "timings": timings}
         return Compiled(found.compiled, model)
-    program, done = lower(model, method, example_inputs, kwargs, options, timings)
+    program, done = lower(model, method, example_inputs, kwargs, options, timings, made)
     start = time.perf_counter()
     report = _report(program, done, on_device, timings)
     compiled = backend.build(program, model, method, example_inputs, kwargs, build_options, found, report,
@@ -101,13 +104,18 @@ def lower(
     kwargs: Mapping[str, Any],
     options: Options,
     timings: dict[str, float],
+    made: pipeline.Plan | None = None,
 ) -> tuple[Program, pipeline.Compilation]:
-    """Capture and run all passes; nothing is emitted. ``timings`` gets the seconds of both."""
+    """Capture and run all passes; nothing is emitted. ``timings`` gets the seconds of both.
+
+    ``made`` is the plan of ``options`` where that is known already.
+    """
+    made = made or pipeline.plan(options)
     with _target(options):
         start = time.perf_counter()
         program = capture(model, method, args, kwargs)
         timings["capture"] = time.perf_counter() - start
-        done = pipeline.run(program, options)
+        done = pipeline.run(program, options, made)
         timings["passes"] = done.seconds
     return program, done
 
@@ -123,8 +131,9 @@ def _target(options: Options) -> Any:
     return target.using(options.target)
 
 
-def _build_options(options: Options) -> BuildOptions:
-    return BuildOptions(target=options.target, text=options.text(), cache_dir=options.cache_dir,
+def _build_options(made: pipeline.Plan) -> BuildOptions:
+    options = made.options
+    return BuildOptions(target=options.target, text=made.text(), cache_dir=options.cache_dir,
                         use_cache=options.use_cache)
 
 
@@ -134,6 +143,6 @@ def _report(
     report = CompileReport.of(
         fusions=done.log.counts(), hits=done.log.hits, misses=done.log.misses, nodes=done.nodes,
         device="npu" if on_device else "host", timings=dict(timings), passes=done.records,
-        layers=kernels.by_layer(program.gm.graph),
+        layers=kernels.by_layer(program.gm.graph), pipeline=done.pipeline,
     )
     return report.to_dict()

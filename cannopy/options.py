@@ -8,11 +8,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
+from cannopy import pipeline_text
 from cannopy.errors import OptionError, unknown
+from cannopy.pipeline_text import FusionSwitch, Pipeline, word
 
 Phase = Literal["prefill", "decode"]
 Target = Literal["atlas-a2", "atlas-a3", "atlas-950"]
-FusionSwitch = bool | Literal["require"]
 
 PHASES: tuple[str, ...] = get_args(Phase)
 TARGETS: tuple[str, ...] = get_args(Target)
@@ -30,7 +31,11 @@ class Options:
         cache_dir: folder of the compile cache; None is ``$XDG_CACHE_HOME/cannopy`` or ``~/.cache/cannopy``.
         use_cache: False neither reads nor writes the cache.
         fusions: rule name → True (the default of every rule), False (leave it out) or ``"require"``
-            (an error with the reasons when it applies nowhere).
+            (an error with the reasons when it applies nowhere). The switches of ``fuse{…}`` in ``pipeline`` are added.
+        pipeline: the stages of the compiler as a text, ``normalise,lift,fuse,legalise,…`` (`cannopy.pipeline_text`).
+            Switches in it, ``fuse{mla_prolog=off}``, move to ``fusions``: `full_pipeline` has both.
+        rules: files with rules of your own (`cannopy.rules`); installed entry points of the group ``cannopy.rules``
+            count without being named here.
         block_size: tokens per block of the paged view of a cache, a multiple of 16 up to 1024; None chooses one.
         dump_dir: folder for numbered text dumps of the graph, one per pass that changed it.
         verify: check the graph between passes.
@@ -47,6 +52,8 @@ class Options:
     block_size: int | None = None
     dump_dir: Path | None = None
     verify: bool = True
+    pipeline: str = pipeline_text.DEFAULT
+    rules: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         if self.phase is not None and self.phase not in PHASES:
@@ -63,7 +70,29 @@ class Options:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, Path(value))
-        object.__setattr__(self, "fusions", MappingProxyType(dict(sorted(self.fusions.items()))))
+        rules = (self.rules,) if isinstance(self.rules, str | Path) else self.rules
+        object.__setattr__(self, "rules", tuple(map(Path, rules)))
+        self._share_switches()
+
+    def _share_switches(self) -> None:
+        """Move the switches of the text to ``fusions``, the one place that has them."""
+        parsed = pipeline_text.parse(self.pipeline)
+        for name, switch in parsed.fusions.items():
+            if self.fusions.get(name, switch) != switch:
+                raise OptionError(f"fusion {name} is {word(switch)} in the pipeline and {word(self.fusions[name])} in "
+                                  "fusions", "give it once")
+        switches = {**self.fusions, **parsed.fusions}
+        required = [name for name, switch in switches.items() if switch == "require"]
+        if required and all(stage.name != pipeline_text.FUSE for stage in parsed.stages):
+            raise OptionError(f"fusion {required[0]} is required and the pipeline {parsed} has no stage fuse",
+                              "add fuse behind lift")
+        object.__setattr__(self, "pipeline", str(parsed.with_fusions({})))
+        object.__setattr__(self, "fusions", MappingProxyType(dict(sorted(switches.items()))))
+
+    @property
+    def full_pipeline(self) -> Pipeline:
+        """The pipeline with the switches of ``fusions`` in it; its `str` is what the report and the log show."""
+        return pipeline_text.parse(self.pipeline).with_fusions(self.fusions)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Options:
@@ -78,28 +107,26 @@ class Options:
         """Plain data: ``Options.from_dict(o.to_dict()) == o``, and JSON takes it."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         paths = {k: str(v) for k, v in plain.items() if isinstance(v, Path)}
-        return {**plain, **paths, "fusions": dict(self.fusions)}
+        return {**plain, **paths, "fusions": dict(self.fusions), "rules": [str(path) for path in self.rules]}
 
     def text(self) -> str:
         """The options that decide the graph, one ``name=value`` per line in a fixed order; part of the cache key.
 
-        Where things are stored, what is dumped and whether the graph is checked do not decide it.
+        Where things are stored, what is dumped and whether the graph is checked do not decide it. Rule files are not
+        in it either: what is in them is (`cannopy.pipeline.Plan.text`).
         """
         lines = [
             f"phase={self.phase or 'none'}",
             f"target={self.target}",
             f"block_size={self.block_size or 'auto'}",
-            *(f"fusion.{name}={_word(switch)}" for name, switch in self.fusions.items() if switch is not True),
+            *self.full_pipeline.lines(),
         ]
         return "\n".join(lines)
 
     def check_fusions(self, names: Iterable[str]) -> None:
         """`OptionError` when ``fusions`` has a name that is not among the rules ``names``."""
         known = sorted(set(names))
-        for name in self.fusions:
+        self.full_pipeline.check_fusions(known)
+        for name in self.fusions:  # those that are on are not in the text
             if name not in known:
                 raise OptionError(unknown("fusion", name, known))
-
-
-def _word(switch: FusionSwitch) -> str:
-    return switch if isinstance(switch, str) else ("on" if switch else "off")

@@ -37,8 +37,8 @@ class CompileReport:
     has run; times in microseconds. ``cache`` {status: hit|miss|rebuilt, key, reason}. ``timings`` {step: seconds}.
     ``layers``: [{layer, kernels {op: count}}], the device kernels of the final graph by layer, outside of layers
     last (layer None); counted before torchair, so an op that it splits is one here. ``device``: ``npu`` or ``host``.
-    ``versions`` {package: version}. ``passes``: {name, seconds, nodes_before,
-    nodes_after, changes} in order.
+    ``versions`` {package: version}. ``pipeline``: its text (`cannopy.pipeline_text`). ``passes``: {name, seconds,
+    nodes_before, nodes_after, changes} in order.
     """
 
     fusions: dict[str, int] = field(default_factory=dict)
@@ -55,6 +55,7 @@ class CompileReport:
     hits: list[dict[str, Any]] = field(default_factory=list)
     passes: list[dict[str, Any]] = field(default_factory=list)
     layers: list[dict[str, Any]] = field(default_factory=list)
+    pipeline: str = ""
 
     @classmethod
     def of(
@@ -67,6 +68,7 @@ class CompileReport:
         timings: Mapping[str, float],
         passes: Sequence[PassRecord],
         layers: Mapping[int | None, Mapping[str, int]],
+        pipeline: str = "",
     ) -> CompileReport:
         """The report of what the passes did, before torchair has compiled anything."""
         return cls(
@@ -79,6 +81,7 @@ class CompileReport:
             hits=_plain(hits),
             passes=_plain(passes),
             layers=[{"layer": layer, "kernels": dict(kernels)} for layer, kernels in layers.items()],
+            pipeline=pipeline,
         )
 
     @classmethod

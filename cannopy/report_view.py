@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from cannopy.pipeline_text import DEFAULT
 from cannopy.report import CompileReport
 
 
@@ -30,13 +31,15 @@ def render(report: CompileReport) -> RenderableType:
 
 
 def headline(report: CompileReport) -> str:
-    """One or two lines: nodes, kernels, full-cache copies, what the compile cache did."""
+    """A few lines: nodes, kernels, full-cache copies, the pipeline if it is not the usual one, the compile cache."""
     nodes = report.nodes
     text = f"{nodes.get('captured', '?')} nodes captured, {nodes.get('final', '?')} left"
     if report.kernels:
         text += f", {sum(report.kernels.values())} device kernels"
     if report.cache_copies is not None:
         text += f", {report.cache_copies} full-cache copies"
+    if report.pipeline not in ("", DEFAULT):
+        text += f"\npipeline: {report.pipeline}"
     cache = report.cache
     if cache:
         reason = f" ({_shortened(cache['reason'])})" if cache.get("reason") else ""

@@ -6,14 +6,16 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from cannopy.environment import import_torch
 from cannopy.errors import CannopyError, unknown
-from cannopy.options import PHASES, TARGETS, FusionSwitch, Options, Phase
+from cannopy.options import PHASES, TARGETS, Options, Phase
+from cannopy.pipeline_text import DEFAULT as DEFAULT_PIPELINE
+from cannopy.pipeline_text import SWITCHES, FusionSwitch, PipelineTextError, parse
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
 
 DTYPES = ("bf16", "fp16", "fp32")
 _reserved: ContextVar[TextIO | None] = ContextVar("_reserved", default=None)
-_SWITCHES: Mapping[str, FusionSwitch] = {"on": True, "off": False, "require": "require"}
 
 
 def one_of(kind: str, known: Sequence[str]) -> Callable[[str], str]:
@@ -49,9 +50,17 @@ def positive(text: str) -> int:
 
 def _fusion(text: str) -> tuple[str, FusionSwitch]:
     name, equals, switch = text.partition("=")
-    if not (name and equals) or switch not in _SWITCHES:
+    if not (name and equals) or switch not in SWITCHES:
         raise argparse.ArgumentTypeError(f"expected RULE=on, RULE=off or RULE=require, found {text!r}")
-    return name, _SWITCHES[switch]
+    return name, SWITCHES[switch]
+
+
+def _pipeline(text: str) -> str:
+    try:
+        parse(text)
+    except PipelineTextError as e:
+        raise argparse.ArgumentTypeError(str(e)) from e
+    return text
 
 
 def verb_parser(
@@ -115,6 +124,21 @@ def add_model_arguments(parser: argparse.ArgumentParser, phases: Sequence[str] =
         help="switch one rule; repeatable",
     )
     group.add_argument(
+        "--pipeline",
+        type=_pipeline,
+        default=DEFAULT_PIPELINE,
+        metavar="TEXT",
+        help=f"the stages with their options, {DEFAULT_PIPELINE.replace('fuse', 'fuse{RULE=off}', 1)}",
+    )
+    group.add_argument(
+        "--rules",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a file with rules of your own (@cannopy.rule); repeatable",
+    )
+    group.add_argument(
         "--block-size", type=positive, metavar="N", help="tokens per block of a paged cache view (chosen)"
     )
     group.add_argument("--cache-dir", type=Path, metavar="DIR", help="compile cache (~/.cache/cannopy)")
@@ -135,6 +159,8 @@ def options_of(args: argparse.Namespace, **more: Any) -> Options:
         use_cache=not args.no_cache,
         fusions=dict(args.fusion),
         block_size=args.block_size,
+        pipeline=args.pipeline,
+        rules=tuple(args.rules),
         **more,
     )
 

@@ -15,8 +15,10 @@ VARIANTS = {
     "target": "atlas-a2",
     "block_size": 64,
     "fusions": {"rms_norm": False},
+    "pipeline": "normalise,lift,fuse,legalise",
 }
-NOT_IN_TEXT = {"cache_dir": Path("/x"), "use_cache": False, "dump_dir": Path("/x"), "verify": False}
+NOT_IN_TEXT = {"cache_dir": Path("/x"), "use_cache": False, "dump_dir": Path("/x"), "verify": False,
+               "rules": (Path("/x"),)}
 
 
 def test_every_option_is_covered_here():
@@ -36,7 +38,7 @@ def test_text_has_nothing_else(name):
 def test_text_does_not_depend_on_order_or_defaults():
     one = Options(fusions={"b": False, "a": "require", "c": True})
     assert one.text() == Options(fusions={"a": "require", "b": False}).text()
-    assert one.text().splitlines()[-2:] == ["fusion.a=require", "fusion.b=off"]
+    assert one.text().splitlines()[-2:] == ["fuse.a=require", "fuse.b=off"]
 
 
 def test_round_trip():

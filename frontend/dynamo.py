@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import inspect
+import logging
 import traceback
 import types
 import warnings
@@ -41,9 +42,11 @@ _SETTINGS: dict[str, Any] = {
     "side_effect_replay_policy": "info",
     "suppress_errors": False,
     "verbose": False,
+    "ignore_logger_methods": {logging.Logger.debug, logging.Logger.info},
 }
 """Dynamo settings of a capture, whatever the user's process has set: static shapes, no unbacked sizes, every
-parameter an input of the graph, user stacks of side effects recorded."""
+parameter an input of the graph, user stacks of side effects recorded. Log messages below a warning are not carried into
+the graph; transformers before 5.24 logs at debug level while it looks for torch's version."""
 
 
 @dataclass(frozen=True)

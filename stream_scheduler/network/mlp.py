@@ -1,0 +1,135 @@
+"""Dense MLP and mixture of experts of one layer."""
+
+from __future__ import annotations
+
+from cannopy.stream_scheduler.network.builder import Builder, Scene, linear
+from cannopy.stream_scheduler.network.model import Experts
+
+_GROUPED = {"bf16": "grouped_matmul_bf16", "int8": "grouped_matmul_int8", "int4": "grouped_matmul_w4a8"}
+
+
+def gated(b: Builder, s: Scene, label: str, matrix: str, x: str, m: float, width: float) -> str:
+    """down(silu(gate(x)) · up(x)) with merged gate and up; int8 leaves the first product in int32."""
+    hidden = s.model.hidden
+    up = linear(b, s, f"{label}_gate_up", matrix, x, m, hidden, 2 * width, cube_only=True)
+    act = activation(b, s, label, matrix, up, m, width)
+    return linear(b, s, f"{label}_down", matrix, act, m, width, hidden, quantised=True)
+
+
+def activation(b: Builder, s: Scene, label: str, matrix: str, x: str, m: float, width: float) -> str:
+    """SwiGLU, with dequantisation before and quantisation after it where the matmuls are int8."""
+    name = "dequant_swiglu_quant" if s.is_int8(matrix) else "swiglu"
+    return b.call(f"{label}_act", name, x, rows=m, width=width)
+
+
+def dense(b: Builder, s: Scene, x: str, label: str = "mlp") -> str:
+    """Dense MLP: whole, cut by the attention group (all-reduce), or shared by data-parallel dies (all-gather before,
+    reduce-scatter after)."""
+    T, hidden = s.tokens, s.model.hidden
+    tp, cut = s.parallel.dense_tp, s.parallel.attn_tp
+    if cut > 1:
+        out = gated(b, s, label, "dense", x, T, s.model.dense_width / cut)
+        return b.call(f"{label}_all_reduce", "all_reduce", out, ranks=cut, bytes_per_rank=2 * T * hidden)
+    if tp > 1:
+        x = b.call(f"{label}_all_gather", "all_gather", x, ranks=tp, bytes_per_rank=2 * T * hidden)
+    out = gated(b, s, label, "dense", x, T * tp, s.model.dense_width / tp)
+    if tp > 1:
+        return b.call(f"{label}_reduce_scatter", "reduce_scatter", out, ranks=tp, bytes_per_rank=2 * T * hidden)
+    return out
+
+
+def moe(b: Builder, s: Scene, x: str) -> str:
+    """Router, experts and shared expert; the name of the task that has their sum."""
+    e, T, hidden = _experts(s), s.tokens, s.model.hidden
+    logits = b.call("router_cast", "elementwise", x, elements=T * hidden, bytes=3)
+    logits = b.call("router", "fp32_matmul", logits, m=T, k=hidden, n=e.targets)
+    picked = b.call("gating", "moe_gating_top_k", logits, tokens=T, experts=e.targets, top_k=e.top_k)
+    if s.parallel.ep > 1 or s.parallel.moe_tp == 1:
+        return _spread(b, s, x, picked)
+    return _cut(b, s, x, picked)
+
+
+def _experts(s: Scene) -> Experts:
+    if s.model.experts is None:
+        raise ValueError(f"{s.model.title} has no experts")
+    return s.model.experts
+
+
+def _spread(b: Builder, s: Scene, x: str, picked: str) -> str:
+    """Experts spread over dies: dispatch, grouped matmuls, combine. The shared expert runs in three stages that wait
+    for the router, the dispatch and the first grouped matmul, as experts place it."""
+    e, T, hidden, ep = _experts(s), s.tokens, s.model.hidden, s.parallel.ep
+    int8 = s.is_int8("experts")
+    tokens = T / s.parallel.attn_tp
+    sent = b.call("dispatch", "moe_dispatch", x, picked, tokens=tokens, top_k=e.top_k, hidden=hidden, ranks=ep,
+                  payload_bytes=1 if int8 and e.dispatch_int8 else 2) if ep > 1 else _route(b, s, x, picked)
+    shared = _shared_up(b, s, x, picked)
+    rows = max(1.0, s.group_tokens * e.top_k * (e.experts / ep) / e.targets)
+    if int8 and not (e.dispatch_int8 and ep > 1):
+        sent = b.call("experts_quant", "dynamic_quant", sent, rows=rows, width=hidden)
+    sizes = {"tokens": s.group_tokens, "top_k": e.top_k, "experts": e.targets, "local_experts": e.experts / ep}
+    kernel = _GROUPED[s.dtype("experts")]
+    up = b.call("experts_gate_up", kernel, sent, k=hidden, n=2 * e.width, cube_only=True, **sizes)
+    shared = _shared_act(b, s, shared, sent)
+    act = activation(b, s, "experts", "experts", up, rows, e.width)
+    out = b.call("experts_down", kernel, act, k=e.width, n=hidden, **sizes)
+    shared = _shared_down(b, s, shared, up)
+    if ep > 1:
+        out = b.call("combine", "moe_combine", out, picked, tokens=tokens, top_k=e.top_k, hidden=hidden, ranks=ep,
+                     payload_bytes=2)
+    else:
+        out = b.call("finalize", "moe_finalize_routing", out, tokens=T, top_k=e.top_k, hidden=hidden)
+    if not shared:
+        return out
+    return b.call("shared_add", "elementwise", out, shared, elements=T * hidden, inputs=2)
+
+
+def _route(b: Builder, s: Scene, x: str, picked: str) -> str:
+    e = _experts(s)
+    return b.call("init_routing", "moe_init_routing", x, picked, tokens=s.tokens, top_k=e.top_k, hidden=s.model.hidden)
+
+
+def _shared_up(b: Builder, s: Scene, x: str, picked: str) -> str:
+    width = _experts(s).shared_width
+    if not width:
+        return ""
+    with b.stream("shared"):
+        if s.is_int8("shared"):
+            x = b.call("shared_gate_up_quant", "dynamic_quant", x, b.order(picked), rows=s.tokens, width=s.model.hidden)
+            return b.call("shared_gate_up", "int8_matmul", x, m=s.tokens, k=s.model.hidden, n=2 * width, cube_only=True)
+        return b.call("shared_gate_up", "bf16_matmul", x, b.order(picked), m=s.tokens, k=s.model.hidden, n=2 * width)
+
+
+def _shared_act(b: Builder, s: Scene, up: str, sent: str) -> str:
+    if not up:
+        return ""
+    name = "dequant_swiglu_quant" if s.is_int8("shared") else "swiglu"
+    with b.stream("shared"):
+        return b.call("shared_act", name, up, b.order(sent), rows=s.tokens, width=_experts(s).shared_width)
+
+
+def _shared_down(b: Builder, s: Scene, act: str, up: str) -> str:
+    if not act:
+        return ""
+    kernel = "int8_matmul" if s.is_int8("shared") else "bf16_matmul"
+    with b.stream("shared"):
+        return b.call("shared_down", kernel, act, b.order(up), m=s.tokens, k=_experts(s).shared_width, n=s.model.hidden)
+
+
+def _cut(b: Builder, s: Scene, x: str, picked: str) -> str:
+    """Every expert cut in width over ``moe_tp`` dies that hold the same tokens: routing, grouped matmuls, all-reduce."""
+    e, T, hidden, tp = _experts(s), s.tokens, s.model.hidden, s.parallel.moe_tp
+    sent = _route(b, s, x, picked)
+    rows = max(1.0, T * e.top_k * e.experts / e.targets)
+    if s.is_int8("experts"):
+        sent = b.call("experts_quant", "dynamic_quant", sent, rows=rows, width=hidden)
+    sizes = {"tokens": T, "top_k": e.top_k, "experts": e.targets, "local_experts": e.experts}
+    kernel = _GROUPED[s.dtype("experts")]
+    up = b.call("experts_gate_up", kernel, sent, k=hidden, n=2 * e.width / tp, cube_only=True, **sizes)
+    act = activation(b, s, "experts", "experts", up, rows, e.width / tp)
+    out = b.call("experts_down", kernel, act, k=e.width / tp, n=hidden, **sizes)
+    out = b.call("finalize", "moe_finalize_routing", out, tokens=T, top_k=e.top_k, hidden=hidden)
+    if e.shared_width:
+        shared = gated(b, s, "shared", "shared", x, T, e.shared_width / tp)
+        out = b.call("shared_add", "elementwise", out, shared, elements=T * hidden, inputs=2)
+    return b.call("moe_all_reduce", "all_reduce", out, ranks=tp, bytes_per_rank=2 * T * hidden)

@@ -81,10 +81,11 @@ class Router(nn.Module):
 
     def _best_groups(self, choice: Tensor) -> Tensor:
         """``choice`` with −inf outside the groups whose two best experts have the largest sums."""
-        grouped = choice.unflatten(-1, (self.config.n_group, -1))
+        grouped = choice.view(choice.shape[0], self.config.n_group, -1)
         best = grouped.topk(2, dim=-1).values.sum(-1).topk(self.config.topk_group, dim=-1, sorted=False).indices
         kept = torch.zeros_like(grouped[..., 0]).scatter(1, best, 1.0)
-        return grouped.masked_fill(kept[..., None] == 0, float("-inf")).flatten(1)
+        left: Tensor = grouped.masked_fill(kept[..., None] == 0, float("-inf"))
+        return left.flatten(1)
 
 
 class MixtureOfExperts(nn.Module):

@@ -1,9 +1,9 @@
 """One step of a serving engine: which tokens belong to which request, and where their keys go in the paged cache.
 
 Tokens of all requests are packed in one row of length T. A cache is a tensor ``[blocks, block_size, heads, dim]``;
-slot ``s`` is row ``s % block_size`` of block ``s // block_size``. Request ``b`` owns the blocks ``block_table[b]``: its token
-at position ``p`` lives in block ``block_table[b, p // block_size]``. Block 0 belongs to nobody: a padding token's slot
-lies there, and unused entries of the block table are 0.
+slot ``s`` is row ``s % block_size`` of block ``s // block_size``. Request ``b`` owns the blocks ``block_table[b]``: its
+token at position ``p`` lives in block ``block_table[b, p // block_size]``. Block 0 belongs to nobody: a padding token's
+slot lies there, and unused entries of the block table are 0.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Decode:
 
     def grouped(self, rows: Tensor) -> Tensor:
         """``[requests, queries, …]``."""
-        return rows.unflatten(0, (-1, self.queries))
+        return rows.view(-1, self.queries, *rows.shape[1:])
 
     def packed(self, rows: Tensor) -> Tensor:
         """``[T, …]`` again."""

@@ -58,7 +58,7 @@ def inverse_frequencies(dim: int, rope: Mapping[str, Any]) -> Tensor:
 
     low = max(math.floor(pair_with(rope.get("beta_fast", 32))), 0)
     high = min(math.ceil(pair_with(rope.get("beta_slow", 1))), dim - 1)
-    slowed = ((torch.arange(dim // 2) - low) / max(high - low, 1e-3)).clamp(0, 1)
+    slowed = ((torch.arange(dim // 2, dtype=torch.float) - low) / max(high - low, 1e-3)).clamp(0, 1)
     mixed: Tensor = plain / float(rope["factor"]) * slowed + plain * (1 - slowed)
     return mixed
 

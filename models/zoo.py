@@ -129,7 +129,9 @@ def build_serving(preset: Preset, dtype: torch.dtype = torch.bfloat16, seed: int
     sizes = {k: v for k, v in preset.config.items() if k in known or k not in _STOCK_ONLY}
     with torch.device("meta") if preset.meta else contextlib.nullcontext(), _default_dtype(dtype):
         model = family(config_class(**sizes, **preset.own)).eval()
-    return model if preset.meta else lively_(model, seed)
+    if not preset.meta:
+        lively_(model, seed)
+    return model
 
 
 def build(preset: Preset, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> nn.Module:

@@ -1,0 +1,69 @@
+"""Attention classes: whole cache, selected tokens, indexer, prefill."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from cannopy.stream_scheduler.cost.chip import Chip, Parts
+from cannopy.stream_scheduler.cost.kernel import Work
+
+
+def attention_decode(work: Work, chip: Chip) -> Parts:
+    """fixed + a term per sequence + cache load + cube, additive."""
+    c = chip.constants
+    return Parts(
+        launch=c["attention_decode.fixed"] + c["attention_decode.sequence"] * work.counts["sequences"],
+        hbm=chip.hbm_us(chip.from_hbm(work), c["attention_decode.hbm"]),
+        cube=chip.cube_us(work.macs, work.kernel.mac_dtype, c["attention_decode.cube"]),
+    )
+
+
+def attention_prefill(work: Work, chip: Chip) -> Parts:
+    """fixed + rows of queries over the vector cores + causal MACs on the cube."""
+    c = chip.constants
+    rows = work.counts["query_heads"] / chip.vector_cores
+    return Parts(
+        launch=c["attention_decode.fixed"],
+        hbm=chip.hbm_us(chip.from_hbm(work), c["attention_decode.hbm"]),
+        vector=rows * c["attention_prefill.row"],
+        cube=chip.cube_us(work.macs, work.kernel.mac_dtype, c["attention_prefill.cube"]),
+        overlap=0.0,
+    )
+
+
+def sparse_attention(work: Work, chip: Chip) -> Parts:
+    """fixed + gathering rows one by one on the vector cores + cube, the shorter of the two partly hidden."""
+    c = chip.constants
+    return Parts(
+        launch=c["sparse_attention.fixed"],
+        hbm=chip.hbm_us(chip.from_hbm(work), c["attention_decode.hbm"]),
+        vector=work.counts["gathered"] / chip.vector_cores * c["sparse_attention.gather"],
+        cube=chip.cube_us(work.macs, work.kernel.mac_dtype, c["sparse_attention.cube"]),
+        overlap=0.0,
+    )
+
+
+def lightning_indexer(work: Work, chip: Chip) -> Parts:
+    """fixed + (keys, scores on the cube) + (reduction over heads, top-k) on the vector cores.
+
+    A row's top-k is split over at most ``lightning_indexer.split`` vector cores, so that few rows do not use all.
+    """
+    c = chip.constants
+    cores = min(chip.vector_cores, math.ceil(work.counts["tasks"] * c["lightning_indexer.split"]))
+    select = 1e6 * work.counts["select_cycles"] / (cores * chip.hardware.clock_hz)
+    return Parts(
+        launch=c["lightning_indexer.fixed"],
+        hbm=chip.hbm_us(chip.from_hbm(work), c["attention_decode.hbm"]),
+        cube=chip.cube_us(work.macs, work.kernel.mac_dtype, c["lightning_indexer.cube"]),
+        vector=select + chip.vector_us(work.vector_ops),
+        overlap=0.0,
+    )
+
+
+LAWS: Mapping[str, Callable[[Work, Chip], Parts]] = {
+    "attention_decode": attention_decode,
+    "attention_prefill": attention_prefill,
+    "sparse_attention": sparse_attention,
+    "lightning_indexer": lightning_indexer,
+}

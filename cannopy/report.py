@@ -14,7 +14,7 @@ from cannopy.errors import CannopyError, unknown
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from cannopy.fusion_rules.engine.rule import Hit, Miss
+    from cannopy.fusion_rules.engine.record import Hit, Miss
     from cannopy.fx_passes.manager import PassRecord
 
 _SCHEDULE = ("streams", "core_limits", "prefetches", "super_kernels", "predicted_us", "lower_bound_us", "serial_us")

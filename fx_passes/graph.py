@@ -42,7 +42,7 @@ def where(node: fx.Node) -> str:
 class Editor:
     """Adds nodes to a graph; each new node gets its fake value and the provenance of a model node.
 
-    New nodes are created through `call`, inside ``with editor.before(node)``.
+    New nodes are created through `call`, inside ``with editor.before(node)``; ``made`` has them in order.
     """
 
     def __init__(self, gm: fx.GraphModule) -> None:
@@ -51,6 +51,7 @@ class Editor:
         self._like: fx.Node | None = None
         self._rule: str | None = None
         self._mode: FakeTensorMode | None = None
+        self.made: list[fx.Node] = []
 
     @property
     def fake_mode(self) -> FakeTensorMode:
@@ -81,6 +82,7 @@ class Editor:
         node = self.graph.call_function(target, args, kwargs)
         self.refresh(node)
         self._inherit(node)
+        self.made.append(node)
         return node
 
     def placeholder(self, name: str, value: torch.Tensor) -> fx.Node:
@@ -110,8 +112,12 @@ class Editor:
             node.meta["rule"] = self._rule
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
-        """Give every user of ``old`` the node ``new`` instead; ``old`` stays until dead code is removed."""
+        """Give every user of ``old`` the node ``new`` instead; ``old`` stays until dead code is removed.
+
+        ``gm.meta["replaced"]`` keeps the names of both, so that a captured node can be followed to the final graph.
+        """
         old.replace_all_uses_with(new)
+        self.gm.meta.setdefault("replaced", {})[old.name] = new.name
 
     def reshape(self, x: fx.Node, size: Sequence[int]) -> fx.Node:
         """``x`` in shape ``size``; ``x`` itself when it has that shape."""

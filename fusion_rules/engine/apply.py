@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 
 from torch import fx
 
-from cannopy.fusion_rules.engine.match import Match, Matcher, is_one_of
-from cannopy.fusion_rules.engine.rule import Context, Hit, Miss, Rule
+from cannopy.fusion_rules.engine.match import Match, Matcher, is_one_of, nearest
+from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Op, Pattern, Through
+from cannopy.fusion_rules.engine.record import Hit, Log, Miss
+from cannopy.fusion_rules.engine.rule import NEVER, Context, Refusal, Rule
+from cannopy.fusion_rules.engine.stop import Stop, describe, short, size_of
+from cannopy.fx_passes.graph import aten, where
 
+__all__ = ["Log", "apply"]
 
-@dataclass
-class Log:
-    """What rules did: applied and nearly applied."""
-
-    hits: list[Hit] = field(default_factory=list)
-    misses: list[Miss] = field(default_factory=list)
-
-    def miss(self, miss: Miss) -> None:
-        """Note a miss; variants of one rule give one reason at one node once."""
-        if all((m.rule, m.node, m.reason) != (miss.rule, miss.node, miss.reason) for m in self.misses):
-            self.misses.append(miss)
-
-    def hit(self, hit: Hit, nodes: Iterable[fx.Node]) -> None:
-        """Note an application to ``nodes``; misses of the rule's other variants there are settled by it."""
-        names = {node.name for node in nodes}
-        self.misses = [m for m in self.misses if m.rule != hit.rule or not names & {m.node, m.anchor}]
-        self.hits.append(hit)
-
-    def counts(self) -> dict[str, int]:
-        """Applications per rule."""
-        found: dict[str, int] = {}
-        for hit in self.hits:
-            found[hit.rule] = found.get(hit.rule, 0) + 1
-        return found
+THOROUGH = 2
+"""Matched operations from which a failed attempt is searched for the only place that differs."""
+LOOK_THROUGH = (aten._to_copy.default, aten.reshape.default, aten.expand.default)
 
 
 def apply(rules: Iterable[Rule], context: Context, log: Log) -> int:
@@ -43,12 +26,18 @@ def apply(rules: Iterable[Rule], context: Context, log: Log) -> int:
     Rules run in the given order, a whole graph at a time, so that a later rule sees what an earlier one made.
     """
     total = 0
-    for rule in rules:
+    rules = tuple(rules)
+    last = {rule.name: i for i, rule in enumerate(rules)}
+    for i, rule in enumerate(rules):
         anchors = set(rule.anchors)
-        for node in list(context.editor.graph.nodes):
-            if node.op == "call_function" and is_one_of(node.target, anchors) and (node.users or node.is_impure()):
+        calls = [n for n in context.editor.graph.nodes if n.op == "call_function"]
+        log.look(rule, calls)
+        for node in calls:
+            if is_one_of(node.target, anchors) and (node.users or node.is_impure()):
                 total += _at(rule, node, context, log)
         context.editor.sweep()
+        if last[rule.name] == i:
+            _incomplete([r for r in rules if r.name == rule.name], context, log)
     return total
 
 
@@ -56,22 +45,98 @@ def _at(rule: Rule, node: fx.Node, context: Context, log: Log) -> int:
     matcher = Matcher(rule.pattern)
     match = matcher.match(node)
     if match is None:
-        stop = matcher.stop
-        if stop is not None and stop.matched >= rule.near:
-            log.miss(Miss.at(rule.name, node, str(stop), stop.node, stop.matched))
+        if matcher.stop is not None:
+            _stopped(rule, node, matcher.stop, log)
         return 0
     refusal = rule.check(match, context) if rule.check else None
     if refusal is not None:
-        log.miss(Miss.at(rule.name, node, refusal.reason, refusal.node, len(match.nodes)))
+        log.miss(_refused(rule, match, refusal))
         return 0
-    hit = _hit(rule, match)
+    made = context.editor.made
+    start = len(made)
     with context.editor.before(node, rule=rule.name if rule.kernel else None):
         rule.rewrite(match, context)
-    log.hit(hit, match.nodes)
+    log.hit(_hit(rule, match, [n.name for n in made[start:]]))
     return 1
 
 
-def _hit(rule: Rule, match: Match) -> Hit:
+def _stopped(rule: Rule, node: fx.Node, stop: Stop, log: Log) -> None:
+    if stop.matched < min(rule.near, THOROUGH):
+        return
+    stop = nearest(rule.pattern, node, stop)
+    near = rule.near != NEVER and stop.reach >= rule.near
+    log.miss(Miss.stopped(rule.name, node, stop, near))
+
+
+def _refused(rule: Rule, match: Match, refusal: Refusal) -> Miss:
+    anchor, place = match.anchor, refusal.node if refusal.node is not None else match.anchor
+    return Miss(
+        rule.name, anchor.name, refusal.reason, place.name, where(place), anchor.meta.get("layer"),
+        str(anchor.meta.get("module_path", "")), len(match.nodes), len(match.nodes), refusal.kind, refusal.expected,
+        refusal.found, refusal.remedy, refusal.clause, True, tuple(n.name for n in match.nodes),
+    )
+
+
+def _hit(rule: Rule, match: Match, made: Iterable[str]) -> Hit:
     lines = tuple(dict.fromkeys(str(n.meta["source"]) for n in match.nodes if n.meta.get("source")))
     anchor = match.anchor
-    return Hit(rule.name, anchor.name, anchor.meta.get("layer"), str(anchor.meta.get("module_path", "")), lines)
+    return Hit(rule.name, anchor.name, anchor.meta.get("layer"), str(anchor.meta.get("module_path", "")), lines,
+               tuple(n.name for n in match.nodes), tuple(made))
+
+
+def _incomplete(variants: list[Rule], context: Context, log: Log) -> None:
+    """Note where the core of a rule is, without what makes it the whole formula."""
+    cores = {id(r.core): r for r in variants if r.core is not None}
+    for rule in cores.values():
+        assert rule.core is not None
+        for node in context.editor.graph.nodes:
+            if node.op == "call_function" and node.users and is_one_of(node.target, rule.core.targets):
+                match = Matcher(rule.core).match(node)
+                if match is not None:
+                    log.miss(_missing(rule, variants, match))
+
+
+def _missing(rule: Rule, variants: list[Rule], match: Match) -> Miss:
+    assert rule.core is not None
+    above = [p for v in variants for p in _above(v.pattern, rule.core)]
+    last = match.anchor
+    while len(last.users) == 1 and next(iter(last.users)).target in LOOK_THROUGH:
+        last = next(iter(last.users))
+    readers = [u for u in last.users if u.op != "output"]
+    found = "; ".join(f"{describe(u)} ({where(u)})" for u in readers[:3]) or "the result is an output of the method"
+    total = max(size_of(v.pattern) for v in variants)
+    names = tuple(n.name for n in match.nodes)
+    stop = Stop(len(match.nodes), total, "missing", last, last, tuple(above), None, found, len(names), names)
+    return Miss.stopped(rule.name, match.anchor, stop, True)
+
+
+def _above(pattern: Pattern, core: Op) -> Iterator[Pattern | str]:
+    """The operations of ``pattern`` that read ``core``."""
+    match pattern:
+        case Op():
+            operands = (*pattern.args, *(v for _, v in pattern.kwargs))
+            for operand in operands:
+                if _reaches(operand, core):
+                    others = [a.name for a in operands if isinstance(a, Any) and a is not operand and a.name]
+                    yield f"{' or '.join(dict.fromkeys(map(short, pattern.targets)))}" + (
+                        f" with {' and '.join(others)}" if others else "")
+                else:
+                    yield from _above(operand, core)
+        case Items():
+            for item in pattern.items:
+                yield from _above(item, core)
+        case Through():
+            yield from _above(pattern.inner, core)
+        case Alt():
+            for option in pattern.options:
+                yield from _above(option, core)
+
+
+def _reaches(pattern: Pattern, core: Op) -> bool:
+    """Whether ``pattern`` is ``core``, possibly looked through or as one alternative."""
+    match pattern:
+        case Through():
+            return _reaches(pattern.inner, core)
+        case Alt():
+            return any(_reaches(o, core) for o in pattern.options)
+    return pattern is core

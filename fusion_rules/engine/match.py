@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any as Anything
 
-from torch import Tensor, fx
+from torch import fx
 from torch._ops import OpOverload
 
 from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Literal, Number, Op, Pattern, Through
-from cannopy.fx_passes.graph import where
+from cannopy.fusion_rules.engine.stop import Stop, describe, short, size_of, wording
 
 NUMBER_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
 class State:
-    """Bindings and matched nodes along one branch of the search."""
+    """Bindings and matched nodes along one branch of the search; ``crossed`` are the nodes looked through.
+
+    ``hole`` is the one place that did not match, in a search that may pass over one (see `nearest`); ``gap`` tells that
+    place again when the pattern comes to it a second time.
+    """
 
     bound: Mapping[str, Anything] = field(default_factory=dict)
     nodes: tuple[fx.Node, ...] = ()
+    crossed: tuple[fx.Node, ...] = ()
+    hole: Stop | None = None
+    gap: tuple[int, int] = (0, 0)
 
     def bind(self, name: str, value: Anything) -> State | None:
         """This state with ``name`` bound; None when it is bound to something else."""
@@ -29,25 +36,17 @@ class State:
             return self
         if name in self.bound:
             return self if _same(self.bound[name], value) else None
-        return State({**self.bound, name: value}, self.nodes)
+        return State({**self.bound, name: value}, self.nodes, self.crossed, self.hole, self.gap)
 
     def add(self, node: fx.Node) -> State:
         """This state with one more matched node."""
-        return State(self.bound, (*self.nodes, node))
+        if node in self.nodes:
+            return self
+        return State(self.bound, (*self.nodes, node), self.crossed, self.hole, self.gap)
 
-
-@dataclass(frozen=True)
-class Stop:
-    """Where a match came to an end: how many operations had matched, what was expected and what was there."""
-
-    matched: int
-    node: fx.Node | None
-    expected: str
-    found: str
-
-    def __str__(self) -> str:
-        place = f" at {self.node.name} ({where(self.node)})" if self.node is not None else ""
-        return f"matched {self.matched} operations, then expected {self.expected}, found {self.found}{place}"
+    def cross(self, node: fx.Node) -> State:
+        """This state with one more node looked through."""
+        return State(self.bound, self.nodes, (*self.crossed, node), self.hole, self.gap)
 
 
 @dataclass(frozen=True)
@@ -76,13 +75,26 @@ class Matcher:
     def match(self, anchor: fx.Node) -> Match | None:
         """The first match with ``anchor`` as result; on failure `stop` tells how far the best attempt came."""
         for state in self._match(self.pattern, anchor, State(), None):
-            return Match(anchor, tuple(dict.fromkeys(state.nodes)), state.bound)
+            return Match(anchor, tuple(dict.fromkeys((*state.nodes, *state.crossed))), state.bound)
         return None
 
-    def _fail(self, state: State, node: fx.Node | None, expected: str, found: str) -> None:
-        count = len(dict.fromkeys(state.nodes))
-        if self.stop is None or count > self.stop.matched:
-            self.stop = Stop(count, node, expected, found)
+    def _fail(self, kind: str, p: Pattern, state: State, user: fx.Node | None, value: Anything, *,
+              wanted: Pattern | str = "", text: str = "") -> None:
+        best, count = self.stop, len(state.nodes)
+        if best is not None and count < best.matched:
+            return
+        here = (wanted or p,)
+        if best is not None and count == best.matched:
+            if best.user is user and best.value is value and best.kind == kind:
+                self.stop = replace(best, wanted=(*best.wanted, *here))
+            return
+        self.stop = self._stop(kind, here, state, user, value, text)
+
+    def _stop(self, kind: str, wanted: tuple[Pattern | str, ...], state: State, user: fx.Node | None, value: Anything,
+              text: str) -> Stop:
+        at = value if isinstance(value, fx.Node) else user
+        names = tuple(n.name for n in state.nodes)
+        return Stop(len(names), 0, kind, at, user, wanted, value, text, len(names) + len(state.crossed), names)
 
     def _match(self, p: Pattern, value: Anything, state: State, user: fx.Node | None) -> Iterator[State]:
         match p:
@@ -94,7 +106,7 @@ class Matcher:
                 if value == p.value and isinstance(value, bool) == isinstance(p.value, bool):
                     yield state
                 else:
-                    self._fail(state, user, repr(p.value), describe(value))
+                    self._fail("constant", p, state, user, value)
             case Items():
                 yield from self._items(p, value, state, user)
             case Alt():
@@ -111,27 +123,26 @@ class Matcher:
 
     def _any(self, p: Any, value: Anything, state: State, user: fx.Node | None) -> Iterator[State]:
         reason = p.where(value) if p.where else None
-        at = value if isinstance(value, fx.Node) else user
         if reason is not None:
-            self._fail(state, at, p.name or "a value", reason)
+            self._fail("value", p, state, user, value, text=reason)
         elif (bound := state.bind(p.name, value)) is not None:
             yield bound
         else:
-            self._fail(state, at, f"the same {p.name} ({describe(state.bound[p.name])})", describe(value))
+            self._fail("operand", p, state, user, value,
+                       wanted=f"the same {p.name} ({describe(state.bound[p.name])})")
 
     def _number(self, p: Number, value: Anything, state: State, user: fx.Node | None) -> Iterator[State]:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            self._fail(state, user, f"a number ({p.name or p.equal})", describe(value))
-        elif p.equal is not None and not math.isclose(value, p.equal, rel_tol=NUMBER_TOLERANCE):
-            self._fail(state, user, f"{p.name or 'the number'} = {p.equal:g}", f"{value:g}")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or (p.equal is not None and not math.isclose(value, p.equal, rel_tol=NUMBER_TOLERANCE)):
+            self._fail("constant", p, state, user, value)
         elif (bound := state.bind(p.name, value)) is not None:
             yield bound
         else:
-            self._fail(state, user, f"{p.name} = {state.bound[p.name]:g}", f"{value:g}")
+            self._fail("constant", p, state, user, value, wanted=f"{p.name} = {state.bound[p.name]:g}")
 
     def _items(self, p: Items, value: Anything, state: State, user: fx.Node | None) -> Iterator[State]:
         if not isinstance(value, list | tuple) or len(value) != len(p.items):
-            self._fail(state, user, f"a list of {len(p.items)}", describe(value))
+            self._fail("argument", p, state, user, value)
             return
         yield from self._all(p.items, value, state, user)
 
@@ -151,23 +162,27 @@ class Matcher:
                     yield bound
             if not (isinstance(current, fx.Node) and current.op == "call_function" and current.target in p.over):
                 return
-            crossed, user, current = crossed.add(current), current, current.args[0]
+            crossed, user, current = crossed.cross(current), current, current.args[0]
 
     def _op(self, p: Op, value: Anything, state: State, user: fx.Node | None) -> Iterator[State]:
         if not isinstance(value, fx.Node) or value.op != "call_function" or not is_one_of(value.target, p.targets):
-            self._fail(state, value if isinstance(value, fx.Node) else user, _names(p), describe(value))
+            self._fail("operation", p, state, user, value)
             return
         if (len(value.args) > len(p.args) and not p.rest) or len(value.args) < len(p.args):
-            self._fail(state, value, f"{_names(p)} with {len(p.args)} arguments", f"{len(value.args)} arguments")
+            self._fail("argument", p, state, user, value, wanted=f"{wording(p)} with {len(p.args)} arguments",
+                       text=f"{len(value.args)} arguments")
             return
         extra = set(value.kwargs) - {k for k, _ in p.kwargs}
         if extra and not p.rest:
-            self._fail(state, value, f"{_names(p)} without {', '.join(sorted(extra))}", describe(value))
+            self._fail("argument", p, state, user, value, wanted=f"{wording(p)} without {', '.join(sorted(extra))}")
             return
         here = state.add(value).bind(p.name, value)
         if here is None:
-            self._fail(state, value, f"the same {p.name}", describe(value))
+            self._fail("operand", p, state, user, value, wanted=f"the same {p.name}")
             return
+        yield from self._arguments(p, value, here)
+
+    def _arguments(self, p: Op, value: fx.Node, here: State) -> Iterator[State]:
         orders = [p.args]
         if p.commutative:
             orders.append((p.args[1], p.args[0], *p.args[2:]))
@@ -176,6 +191,83 @@ class Matcher:
         for args in orders:
             for found in self._all(args, value.args, here, value):
                 yield from self._all(keyword, given, found, value)
+
+
+class _Tolerant(Matcher):
+    """A matcher that may pass over one place that differs; every result says which."""
+
+    STEPS = 3_000
+
+    def __init__(self, pattern: Pattern) -> None:
+        super().__init__(pattern)
+        self.steps = 0
+        self.failed: list[tuple[Pattern, Stop]] = []
+
+    def best(self, anchor: fx.Node) -> Stop | None:
+        """The hole of the result with most matched operations; alternatives at the same place are put together."""
+        best: Stop | None = None
+        for state in self._match(self.pattern, anchor, State(), None):
+            if state.hole is None:
+                return None
+            names = tuple(n.name for n in state.nodes)
+            stop = replace(state.hole, matched=len(names), reach=len(names) + len(state.crossed), names=names)
+            if best is None or stop.matched > best.matched:
+                best = stop
+            elif (stop.matched, stop.kind, stop.user, stop.value) == (best.matched, best.kind, best.user, best.value):
+                best = replace(best, wanted=(*best.wanted, *stop.wanted))
+        return best
+
+    def _fail(self, kind: str, p: Pattern, state: State, user: fx.Node | None, value: Anything, *,
+              wanted: Pattern | str = "", text: str = "") -> None:
+        self.failed[:] = [(p, self._stop(kind, (wanted or p,), state, user, value, text))]
+
+    def _match(self, p: Pattern, value: Anything, state: State, user: fx.Node | None) -> Iterator[State]:
+        self.steps += 1
+        if self.steps > self.STEPS:
+            return
+        some = False
+        self.failed.clear()
+        for found in super()._match(p, value, state, user):
+            some = True
+            yield found
+        if some or user is None or not self.failed or self.failed[0][0] is not p:
+            return
+        gap, stop = (id(p), id(value)), self.failed[0][1]
+        if state.hole is not None and state.gap != gap:
+            return
+        if isinstance(p, Op) and isinstance(value, fx.Node):
+            yield from self._inserted(p, value, state)
+        yield replace(state, hole=stop, gap=gap) if state.hole is None else state
+
+    def _inserted(self, p: Op, value: fx.Node, state: State) -> Iterator[State]:
+        """``p`` behind one operation too many."""
+        for operand in value.all_input_nodes if value.op == "call_function" else ():
+            hole = state.hole or self._stop("operation", (p,), state, value, value, f"{describe(value)} in between")
+            yield from super()._match(p, operand, replace(state, hole=hole, gap=(id(p), id(value))), value)
+
+    def _arguments(self, p: Op, value: fx.Node, here: State) -> Iterator[State]:
+        yield from super()._arguments(p, value, here)
+        if not p.commutative and here.hole is None and len(p.args) > 1 and isinstance(value.args[1], fx.Node):
+            text = f"the operands of {short(value.target)} the other way round"
+            wanted = f"{wording(p)} of {' and '.join(wording(a) for a in p.args[:2])}"
+            hole = self._stop("order", (wanted,), here, value, value, text)
+            swapped = (p.args[1], p.args[0], *p.args[2:])
+            yield from self._all(swapped, value.args, replace(here, hole=hole), value)
+
+
+def nearest(pattern: Pattern, anchor: fx.Node, stop: Stop) -> Stop:
+    """``stop``, the furthest point of a failed match at ``anchor``, or the only place that differs if there is one.
+
+    A search from the result stops at the first difference; when everything behind it matches as well, the place is
+    certain and more of the pattern counts as matched.
+    """
+    found = _Tolerant(pattern).best(anchor)
+    best = stop
+    if found is not None and found.matched >= stop.matched:
+        # Where the exact search got past the place in another way, it knows better what differs.
+        passed = isinstance(found.value, fx.Node) and found.value.name in stop.names
+        best = replace(stop, matched=found.matched) if passed else found
+    return replace(best, total=max(size_of(pattern), best.matched + 1))
 
 
 def is_one_of(target: Anything, targets: Collection[Anything]) -> bool:
@@ -187,17 +279,3 @@ def _same(a: Anything, b: Anything) -> bool:
     if isinstance(a, int | float) and isinstance(b, int | float):
         return math.isclose(a, b, rel_tol=NUMBER_TOLERANCE)
     return a is b
-
-
-def _names(p: Op) -> str:
-    return " or ".join(str(t).replace(".default", "") for t in p.targets)
-
-
-def describe(value: Anything) -> str:
-    """A short description of a graph value for messages."""
-    if isinstance(value, fx.Node):
-        fake = value.meta.get("val")
-        kind = f"{str(fake.dtype).removeprefix('torch.')}{list(fake.shape)}" if isinstance(fake, Tensor) else ""
-        what = str(value.target).replace(".default", "") if value.op == "call_function" else value.op
-        return f"{what} {kind}".strip()
-    return repr(value)

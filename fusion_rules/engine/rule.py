@@ -1,8 +1,8 @@
-"""A rule as a value, and what came of it at each place in a graph."""
+"""A rule as a value, and why it may refuse."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,16 +10,28 @@ from torch import fx
 
 from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Alt, Op, Pattern
+from cannopy.fusion_rules.engine.stop import describe
 from cannopy.fx_passes.graph import Editor, where
 from cannopy.fx_passes.program import Program
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a rule does not apply where its pattern matched."""
+    """Why a rule does not apply where its pattern matched.
+
+    ``kind``: "condition" or, more precisely, "dtype", "shape", "constant", "reader" (an intermediate is read by
+    others), "output" (an intermediate is returned), "weight" (a computed value where a parameter must be), "mask",
+    "cache", "operation", "operand" or "contract". ``expected`` and ``found`` are values in words, ``remedy`` is what
+    the user can do, ``clause`` a clause of a hardware contract as ``op.clause``.
+    """
 
     reason: str
     node: fx.Node | None = None
+    kind: str = "condition"
+    expected: str = ""
+    found: str = ""
+    remedy: str = ""
+    clause: str = ""
 
 
 @dataclass
@@ -47,7 +59,9 @@ class Rule:
     """One rewrite.
 
     ``equation`` says what becomes what; ``kernel`` names the device op (empty for a lift into the dialect).
-    ``near`` is the number of matched operations from which a failed match is reported as a miss.
+    ``near`` is the number of matched operations from which a failed match is reported as a miss. ``core`` is the part
+    of the pattern that makes the formula recognisable; where it matches outside of any match of the rule, what
+    should follow it is missing, and that is a miss too.
     """
 
     name: str
@@ -57,6 +71,7 @@ class Rule:
     check: Check | None = None
     kernel: str = ""
     near: int = 3
+    core: Op | None = None
 
     @property
     def anchors(self) -> tuple[Any, ...]:
@@ -71,35 +86,16 @@ class Rule:
         return tuple(targets)
 
 
-@dataclass(frozen=True)
-class Hit:
-    """A rule that was applied: where, and which source lines became one kernel."""
-
-    rule: str
-    node: str
-    layer: int | None
-    module_path: str
-    lines: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Miss:
-    """A rule that came near and did not apply."""
-
-    rule: str
-    anchor: str
-    reason: str
-    node: str
-    source: str
-    layer: int | None = None
-    module_path: str = ""
-    matched: int = 0
-
-    @staticmethod
-    def at(rule: str, anchor: fx.Node, reason: str, node: fx.Node | None, matched: int) -> Miss:
-        """A miss of ``rule`` at ``anchor`` that stopped at ``node``."""
-        place = node if node is not None else anchor
-        return Miss(
-            rule, anchor.name, reason, place.name, where(place), anchor.meta.get("layer"),
-            str(anchor.meta.get("module_path", "")), matched,
-        )
+def other_reader(node: fx.Node, allowed: Collection[fx.Node], what: str) -> Refusal | None:
+    """A refusal when ``node`` is read by more than ``allowed``: it names the reader and its line, or the output."""
+    for user in node.users:
+        if user in allowed:
+            continue
+        if user.op == "output":
+            return Refusal(f"{what} is an output of the method, so it must be computed anyway", node, "output",
+                           "no reader outside the formula", "the method returns it",
+                           f"do not return {what}")
+        return Refusal(f"{what} is also read by {describe(user)} at {where(user)}", node, "reader",
+                       "no reader outside the formula", f"{user.name} ({where(user)})",
+                       f"compute a copy for the other reader, or do without it: {where(user)}")
+    return None

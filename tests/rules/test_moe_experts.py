@@ -157,7 +157,7 @@ REFUSES: dict[str, tuple[Callable[[], Traced], str]] = {
     "gelu": (lambda: traced(Experts(act=lambda a: F.gelu(a[:, :MID]) * a[:, MID:])), "found aten.gelu"),
     "clamp": (lambda: traced(Experts(act=lambda a: F.silu(a[:, :MID].clamp(max=1.0)) * a[:, MID:])),
               "found aten.clamp"),
-    "expert bias": (lambda: traced(Experts(bias=True)), "found aten.add.Tensor"),
+    "expert bias": (lambda: traced(Experts(bias=True)), "found aten.add"),
     "fewer bins": (lambda: traced(Experts(bins=E, low=1)), "histc counts 6 bins from 1 to 5"),
     "counted in bf16": (lambda: traced(Experts(counted=torch.bfloat16)), "which cannot hold them all"),
     "descending": (lambda: traced(Experts(descending=True)), "must be sorted upwards"),

@@ -1,0 +1,156 @@
+"""What came of each rule at each place, as plain data: applied, nearly applied, tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from cannopy.fusion_rules.engine.stop import Stop, short
+from cannopy.fx_passes.graph import where
+
+if TYPE_CHECKING:
+    from cannopy.fusion_rules.engine.rule import Rule
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A rule that was applied: where, and which source lines became one kernel.
+
+    ``nodes`` are the nodes that it matched, ``made`` those that the rewrite added; both by name.
+    """
+
+    rule: str
+    node: str
+    layer: int | None
+    module_path: str
+    lines: tuple[str, ...]
+    nodes: tuple[str, ...] = ()
+    made: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Miss:
+    """A rule that came near and did not apply.
+
+    ``matched`` of ``total`` operations of its pattern were there. At ``node`` it wanted ``expected`` and there was
+    ``found``; ``remedy`` is what would make it apply, in the user's terms. ``kind``: "operation", "constant",
+    "operand", "value", "argument", "order" and "missing" come from the pattern (see `Stop`), the others from checks
+    (see `Refusal`). ``clause`` names the clause of a hardware contract, ``op.clause``. ``near`` is False for
+    an attempt that ends so early that it is worth telling only to who asks for it.
+    """
+
+    rule: str
+    anchor: str
+    reason: str
+    node: str
+    source: str
+    layer: int | None = None
+    module_path: str = ""
+    matched: int = 0
+    total: int = 0
+    kind: str = "condition"
+    expected: str = ""
+    found: str = ""
+    remedy: str = ""
+    clause: str = ""
+    near: bool = field(default=True, repr=False)
+    nodes: tuple[str, ...] = field(default=(), repr=False)
+
+    @staticmethod
+    def stopped(rule: str, anchor: fx.Node, stop: Stop, near: bool) -> Miss:
+        """A pattern that ended at ``stop``."""
+        place = stop.node if stop.node is not None else anchor
+        return Miss(
+            rule, anchor.name, stop.reason, place.name, where(stop.user if place.op != "call_function" and
+                                                              stop.user is not None else place),
+            anchor.meta.get("layer"), str(anchor.meta.get("module_path", "")), stop.matched, stop.total, stop.kind,
+            stop.expected, stop.found, stop.remedy, "", near, stop.names,
+        )
+
+    @property
+    def whole(self) -> bool:
+        """Whether the whole pattern matched and a check refused."""
+        return self.matched == self.total
+
+    def kind_key(self) -> tuple[object, ...]:
+        """The same for corresponding places of layers of one kind: rule, reason and line of the source."""
+        return (self.rule, self.reason, self.source, self.kind)
+
+
+@dataclass
+class Log:
+    """What rules did: applied and nearly applied.
+
+    Attempts of one rule that have an operation in common are one place; the furthest one stands for it, and none
+    where the rule was applied.
+    """
+
+    hits: list[Hit] = field(default_factory=list)
+    attempts: list[Miss] = field(default_factory=list)
+    seen: dict[str, frozenset[str]] = field(default_factory=dict)
+
+    @property
+    def misses(self) -> list[Miss]:
+        """The attempts that came near, one per place, in the order in which rules ran."""
+        return [m for m in self.places() if m.near]
+
+    def look(self, rule: Rule, calls: Iterable[fx.Node]) -> None:
+        """Note which operations the graph had when ``rule`` ran."""
+        self.seen[rule.name] = frozenset(short(target) for target in {n.target for n in calls})
+
+    def miss(self, miss: Miss) -> None:
+        """Note an attempt."""
+        self.attempts.append(miss)
+
+    def hit(self, hit: Hit) -> None:
+        """Note an application."""
+        self.hits.append(hit)
+
+    def counts(self) -> dict[str, int]:
+        """Applications per rule."""
+        found: dict[str, int] = {}
+        for hit in self.hits:
+            found[hit.rule] = found.get(hit.rule, 0) + 1
+        return found
+
+    def places(self) -> list[Miss]:
+        """The furthest attempt of each rule at each place where it was not applied."""
+        applied = {(h.rule, n) for h in self.hits for n in (*h.nodes, h.node)}
+        taken: set[tuple[str, str]] = set()
+        refused: set[tuple[str, str, str]] = set()
+        order = sorted(range(len(self.attempts)), key=lambda i: (not self.attempts[i].whole, -self.attempts[i].matched))
+        kept: list[int] = []
+        for i in order:
+            miss = self.attempts[i]
+            mine = {(miss.rule, name) for name in (miss.anchor, *miss.nodes)}
+            # A whole form that a check refused is told of although a shorter form of the rule applied inside it.
+            settled = {(miss.rule, miss.anchor), (miss.rule, miss.node)} | (set() if miss.whole else mine)
+            reason = (miss.rule, miss.node, miss.reason)
+            if settled.isdisjoint(applied) and (reason not in refused if miss.whole else mine.isdisjoint(taken)):
+                refused.add(reason)
+                kept.append(i)
+                taken |= mine
+        return [self.attempts[i] for i in sorted(kept)]
+
+
+def grouped(misses: Iterable[Miss]) -> list[tuple[Miss, tuple[int, ...], int]]:
+    """(first miss, layers, number of places) of each group of misses that differ in their layer only."""
+    groups: dict[tuple[object, ...], list[Miss]] = {}
+    for miss in misses:
+        groups.setdefault(miss.kind_key(), []).append(miss)
+    return [
+        (members[0], tuple(sorted({m.layer for m in members if m.layer is not None})), len(members))
+        for members in groups.values()
+    ]
+
+
+def near_names(missing: Iterable[str], present: Iterable[str]) -> Mapping[str, str]:
+    """For each operation that a graph lacks the one of ``present`` whose name is most like it, if any is."""
+    import difflib
+
+    have = sorted(present)
+    found = ((name, difflib.get_close_matches(name, have, n=1, cutoff=0.6)) for name in missing)
+    return {name: close[0] for name, close in found if close}

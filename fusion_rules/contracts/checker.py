@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,25 +20,39 @@ def check_call(
     product: str = "atlas-a3",
     *,
     host: bool = False,
+    graph: bool = True,
+    cann: str | None = None,
 ) -> list[Violation]:
     """Every clause of `op`'s contract that the call breaks on `product`; empty if it may be emitted.
 
     Tensors may be real, fake or meta: only shape, dtype and contiguity are read, so contents (index ranges,
-    prefix sums) are not checked here. ``host=True`` adds the limits of the CPU kernel.
+    prefix sums) are not checked here. ``host=True`` adds the limits of the CPU kernel; ``graph=False`` leaves out
+    those of compiled graphs. ``cann`` is the version of CANN; unknown, limits of older versions hold.
     KeyError for an op without contract, ValueError for an unknown product, TypeError for arguments that the op's
     schema does not have or that are not of its types.
     """
     if product not in PRODUCTS:
         raise ValueError(f"unknown product {product!r}; known: {', '.join(PRODUCTS)}")
+    names = _bind(op, load_contract(op), args, kwargs)
+    try:
+        return list(_broken(op, product, host, graph, cann, tuple((k, type(v), v) for k, v in names.items())))
+    except TypeError as error:
+        if "unhashable" not in str(error):
+            raise
+        return _broken.__wrapped__(op, product, host, graph, cann, tuple((k, type(v), v) for k, v in names.items()))
+
+
+@lru_cache(maxsize=512)
+def _broken(op: str, product: str, host: bool, graph: bool, cann: str | None,
+            values: tuple[tuple[str, type, Any], ...]) -> list[Violation]:
+    """The broken clauses; layers of one kind ask with the same values, so the last answers are kept."""
     contract = load_contract(op)
-    names = _bind(op, contract, args, kwargs)
-    if product not in contract.products:
-        found = f"product {product}"
-        return [Violation("products", "(call)", f"on {', '.join(contract.products)}", found, contract.source, op)]
-    clauses = contract.clauses + (contract.host_clauses if host else ())
+    names = {name: value for name, _, value in values}
+    if (refused := _unavailable(op, contract, product, graph, cann)) is not None:
+        return [refused]
     broken: list[Violation] = []
-    for clause in clauses:
-        if product not in clause.products:
+    for clause in contract.clauses + (contract.host_clauses if host else ()):
+        if product not in clause.products or (clause.graph and not graph) or _lifted(clause, cann):
             continue
         try:
             if clause.when is not None and not clause.when(names):
@@ -52,11 +67,43 @@ def check_call(
     return broken
 
 
+def _unavailable(op: str, contract: Contract, product: str, graph: bool, cann: str | None) -> Violation | None:
+    """The violation when the operator is not to be had at all."""
+    if product not in contract.products:
+        return Violation("products", "(call)", f"on {', '.join(contract.products)}", f"product {product}",
+                         contract.source, op)
+    if graph and not contract.graph_mode:
+        return Violation("graph-mode", "(call)", "outside of compiled graphs", "a call in a graph", contract.source, op)
+    if contract.cann is not None and cann is not None and version_key(cann) < version_key(contract.cann):
+        return Violation("cann", "(call)", f"on CANN {contract.cann} or later", f"CANN {cann}", contract.source, op)
+    return None
+
+
+def _lifted(clause: Clause, cann: str | None) -> bool:
+    """Whether CANN is new enough not to have the limit any more."""
+    limit = clause.before_cann
+    return limit is not None and cann is not None and version_key(cann) >= version_key(limit)
+
+
+def version_key(version: str) -> tuple[int, ...]:
+    """Sort key of a CANN version by its numbers; ``8.5.0.alpha003`` and ``8.5.RC1`` come before ``8.5.0``."""
+    words = version.lower().replace("rc", ".rc").split(".")
+    numbers = [int(w) for w in words if w.isdigit()]
+    early = any(not w.isdigit() for w in words if w)
+    return (*numbers, *[0] * (3 - len(numbers)), -1 if early else 0)
+
+
 def demand(
-    op: str, args: Sequence[object], kwargs: Mapping[str, object], product: str = "atlas-a3", *, host: bool = False
+    op: str,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    product: str = "atlas-a3",
+    *,
+    host: bool = False,
+    graph: bool = True,
 ) -> None:
     """Raise `ContractError` with all broken clauses, if any; otherwise as `check_call`."""
-    broken = check_call(op, args, kwargs, product, host=host)
+    broken = check_call(op, args, kwargs, product, host=host, graph=graph)
     if broken:
         raise ContractError(op, tuple(broken))
 
@@ -94,7 +141,7 @@ def _facts(value: Any) -> Any:
         return TensorFacts(dtype, tuple(value.shape), value.is_contiguous())
     if isinstance(value, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in value):
         return tuple(_facts(item) for item in value)
-    return value
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _failures(clause: Clause, names: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -196,4 +243,4 @@ def _value_failures(rules: Mapping[str, Any], value: Any, names: Mapping[str, An
 def _describe(value: Any) -> str:
     if isinstance(value, TensorFacts):
         return f"a {value.dtype} tensor of shape {list(value.shape)}"
-    return repr(value)
+    return repr(list(value) if isinstance(value, tuple) else value)

@@ -16,10 +16,12 @@ _RULES = frozenset(
     {"required", "absent", "dtype", "dtype_of", "rank", "shape", "shape_of", "contiguous", "holds"}
     | {"in", "min", "max", "multiple_of", "power_of_two", "equals"}
 )
-_CLAUSE_KEYS = frozenset({"id", "argument", "source", "products", "when", "value", "expected"}) | _RULES
+_CLAUSE_KEYS = (
+    frozenset({"id", "argument", "source", "products", "when", "value", "expected", "graph", "before_cann"}) | _RULES
+)
 _CONTRACT_KEYS = frozenset(
     {"op", "twins", "products", "ge_type", "graph_mode", "mutates", "cann", "source", "arguments"}
-    | {"clauses", "host_clauses", "value_rules", "notes"}
+    | {"clauses", "host_clauses", "value_rules", "notes", "gain", "examples"}
 )
 
 
@@ -86,6 +88,8 @@ def parse_contract(text: str, file: str) -> Contract:
             for r in data.get("value_rules", ())
         ),
         notes=tuple(data.get("notes", ())),
+        gain=data.get("gain", ""),
+        examples=data.get("examples", {}),
     )
     _check_names(contract, file)
     return contract
@@ -117,7 +121,8 @@ def _clause(data: Mapping[str, Any], contract: Mapping[str, Any], file: str) -> 
         raise ContractFileError(f"{where}: {error}") from error
     products = _products(data.get("products", contract["products"]), where)
     source = data.get("source", contract["source"])
-    return Clause(data["id"], data["argument"], source, products, when, value, rules, data.get("expected"))
+    return Clause(data["id"], data["argument"], source, products, when, value, rules, data.get("expected"),
+                  bool(data.get("graph", False)), data.get("before_cann"))
 
 
 def _expressions(value: Any) -> Any:

@@ -52,7 +52,8 @@ class Clause:
     A clause speaks of ``argument`` and holds only where ``when`` is true (None: always) and on ``products``.
     ``rules`` has the predicates of the YAML entry by name: required, absent, dtype, dtype_of, rank, shape, shape_of,
     contiguous, holds (a condition), or ``value`` (an expression, default the argument itself) with in, min, max,
-    multiple_of, power_of_two, equals. ``expected`` puts a ``holds`` condition into words.
+    multiple_of, power_of_two, equals. ``expected`` puts a ``holds`` condition into words. ``graph`` is True for a limit
+    of compiled graphs only. ``before_cann``: the limit is gone from this CANN version on.
     """
 
     id: str
@@ -63,6 +64,8 @@ class Clause:
     value: Expression | None
     rules: Mapping[str, object]
     expected: str | None = None
+    graph: bool = False
+    before_cann: str | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,9 @@ class Contract:
     """The documented limits of one fused operator.
 
     ``arguments`` maps each argument to its default (`REQUIRED` if it has none), in the order of the schema.
+    ``graph_mode`` is False for an operator that torchair cannot put into a graph: no rule may emit it. ``cann`` is the
+    first CANN version that has the operator, where that is known to matter. ``examples`` are legal calls for tests and
+    documentation, see `examples`.
     ``clauses`` hold on the device, ``host_clauses`` are narrower limits of the CPU kernel, ``value_rules`` speak
     of tensor contents, ``notes`` of what no check of ours can see (formats at load time, for instance).
     """
@@ -97,6 +103,8 @@ class Contract:
     host_clauses: tuple[Clause, ...] = ()
     value_rules: tuple[ValueRule, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    gain: str = ""
+    examples: Mapping[str, object] = field(default_factory=dict)
 
 
 REQUIRED = "required"

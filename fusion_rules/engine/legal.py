@@ -1,21 +1,70 @@
-"""Ask the contract of a device op whether a call would be legal, before anything is changed."""
+"""Ask the contracts of the device ops whether what a rule is about to emit is legal, before anything is changed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
-from cannopy.fusion_rules.contracts import check_call
+from cannopy.fusion_rules.contracts import PRODUCTS, Violation, check_call
 from cannopy.fusion_rules.engine.rule import Context, Refusal
+
+Call = Callable[..., Any]
+"""``call(target, *args, **kwargs)``: `Editor.call` on nodes, or a trial on their fake values."""
+
+
+class _IllegalCallError(Exception):
+    """The first call of a trial that breaks its contract."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.reason)
+        self.refusal = refusal
 
 
 def illegal(
     op: str, args: Sequence[Any], kwargs: Mapping[str, Any], node: fx.Node, ctx: Context
 ) -> Refusal | None:
     """A refusal that names every violated clause of ``op``'s contract for these (fake) arguments, or None."""
-    violations = check_call(op, args, kwargs, product=ctx.target)
-    if not violations:
+    broken = check_call(op, args, kwargs, product=ctx.target)
+    if not broken:
         return None
-    return Refusal("; ".join(str(v) for v in violations), node)
+    first = broken[0]
+    others = [p for p in PRODUCTS if p != ctx.target and not check_call(op, args, kwargs, product=p)]
+    return Refusal(
+        "; ".join(str(v) for v in broken), node, "contract", f"{first.argument} {first.expected}", first.found,
+        _remedy(first, ctx.target, others), f"{op}.{first.clause}",
+    )
+
+
+def _remedy(violation: Violation, target: str, others: Sequence[str]) -> str:
+    if violation.clause == "products":
+        return f"{violation.op} is not on {target}: compile for {violation.expected.removeprefix('on ')}"
+    limit = violation.clause.replace("-", " ")
+    text = (f"{limit}: {violation.op} on {target} takes {violation.argument} {violation.expected}; "
+            f"this model has {violation.found}")
+    return f"{text} (it is legal on {', '.join(others)})" if others else text
+
+
+def refused(context: Context, emit: Callable[[Call], object], node: fx.Node) -> Refusal | None:
+    """A `Refusal` at ``node`` with the contract violations of the first illegal NPU call of ``emit``, or None.
+
+    ``emit`` gets a call function that takes nodes and tensors, asks `illegal` about each ``torch.ops.npu`` call
+    and returns fake values. Nothing is added to the graph.
+    """
+
+    def call(target: Any, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        if isinstance(target, torch._ops.OpOverload) and target.namespace == "npu":
+            refusal = illegal(target._schema.name.removeprefix("npu::"), args, kwargs, node, context)
+            if refusal is not None:
+                raise _IllegalCallError(refusal)
+        with context.editor.fake_mode, torch.no_grad():
+            return target(*args, **kwargs)
+
+    try:
+        emit(call)
+    except _IllegalCallError as error:
+        return error.refusal
+    return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -41,3 +41,15 @@ def gated_halves_refusal(match: Match, dim: int, size: int) -> Refusal | None:
     swapped = (gate, up) == (second, first)
     found = "the second half" if swapped else f"[start, end, step] {list(gate[1:])} with {list(up[1:])}"
     return Refusal(f"SiLU must be on the first half of dim {dim} and multiply the second, found {found}", match["silu"])
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """All arguments of a call of an operator by name, defaults of its schema included."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        raise TypeError(f"{node.name} calls {target}, which has no schema")
+    schema = target._schema.arguments
+    found = {a.name: a.default_value for a in schema if a.has_default_value()}
+    found.update(zip((a.name for a in schema), node.args, strict=False))
+    found.update(node.kwargs)
+    return found

@@ -12,11 +12,11 @@ from typing import cast
 import torch
 from torch import fx
 
+from cannopy.fusion_rules.engine.legal import Call, refused
 from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Number, Pattern, Through, op
 from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
 from cannopy.fusion_rules.engine.spellings import gated_halves_refusal, half
-from cannopy.fusion_rules.rewrite.trial import Call, refused
 from cannopy.fx_passes.graph import aten, dtype, is_call, shape
 from cannopy.fx_passes.weight_plan import derived, preview, why_not_weight
 

@@ -19,6 +19,7 @@ from torch import fx
 from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Literal, Number, Pattern, Through, op
 from cannopy.fusion_rules.engine.rule import Context, Refusal
+from cannopy.fusion_rules.engine.spellings import arguments
 from cannopy.fusion_rules.rewrite.expert_calls import (
     Experts,
     ExpertWeight,
@@ -27,7 +28,6 @@ from cannopy.fusion_rules.rewrite.expert_calls import (
     rules,
     weight_refusal,
 )
-from cannopy.fusion_rules.rewrite.trial import arguments
 from cannopy.fx_passes.graph import aten, dtype, is_call, shape
 
 SORT = op((aten.sort.default, aten.sort.stable), Any("ids"), rest=True, name="sort")

@@ -15,10 +15,11 @@ from typing import Any as Anything
 import torch
 from torch import fx
 
+from cannopy.fusion_rules.engine.legal import Call, refused
 from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Literal, Number, Pattern, Through, op
 from cannopy.fusion_rules.engine.rule import NEVER, Context, Refusal, Rule
-from cannopy.fusion_rules.rewrite.trial import Call, arguments, refused
+from cannopy.fusion_rules.engine.spellings import arguments
 from cannopy.fx_passes.graph import aten, dtype, is_call, shape
 
 NAME = "moe_gating_top_k"

@@ -11,11 +11,11 @@ from typing import Any as Anything
 import torch
 from torch import fx
 
+from cannopy.fusion_rules.engine.legal import Call, refused
 from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Any, Pattern, Through, op
 from cannopy.fusion_rules.engine.rule import NEVER, Context, Refusal, Rule
-from cannopy.fusion_rules.engine.spellings import CAST, before_widening, gated_halves_refusal, half
-from cannopy.fusion_rules.rewrite.trial import Call, arguments, refused
+from cannopy.fusion_rules.engine.spellings import CAST, arguments, before_widening, gated_halves_refusal, half
 from cannopy.fx_passes.graph import aten, dtype, is_call, shape
 from cannopy.fx_passes.weight_plan import derived, preview, why_not_weight
 

@@ -89,7 +89,7 @@ def _guarded(kernel: Kernel) -> Kernel:
     @wraps(kernel)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         chip = target.current()
-        demand(kernel.__name__, args, kwargs, "atlas-a3" if chip is None else chip.name, host=True)
+        demand(kernel.__name__, args, kwargs, "atlas-a3" if chip is None else chip.name, host=True, graph=False)
         return kernel(*args, **kwargs)
 
     return guarded

@@ -72,7 +72,7 @@ def compile(
     options = options or Options()
     kwargs = dict(example_kwargs or {})
     made = pipeline.plan(options)
-    build_options = _build_options(made)
+    building = build_options(made)
     on_device = have_npu()
     if not on_device:
         from cannopy.backend.host.activate import activate
@@ -82,7 +82,7 @@ def compile(
     start = time.perf_counter()
     state.prepare_state(model, example_inputs, kwargs, method=method)
     timings["prepare"] = time.perf_counter() - start
-    found = backend.lookup(model, method, example_inputs, kwargs, build_options, outputs.builder)
+    found = backend.lookup(model, method, example_inputs, kwargs, building, outputs.builder)
     timings["lookup"] = time.perf_counter() - start - timings["prepare"]
     if found.compiled is not None:
         found.compiled.report = {**found.compiled.report, "timings": timings}
@@ -90,7 +90,7 @@ def compile(
     program, done = lower(model, method, example_inputs, kwargs, options, timings, made)
     start = time.perf_counter()
     report = _report(program, done, on_device, timings)
-    compiled = backend.build(program, model, method, example_inputs, kwargs, build_options, found, report,
+    compiled = backend.build(program, model, method, example_inputs, kwargs, building, found, report,
                              outputs.builder)
     timings["torchair"] = time.perf_counter() - start
     compiled.report = {**compiled.report, "timings": timings}
@@ -111,7 +111,7 @@ def lower(
     ``made`` is the plan of ``options`` where that is known already.
     """
     made = made or pipeline.plan(options)
-    with _target(options):
+    with target_of(options):
         start = time.perf_counter()
         program = capture(model, method, args, kwargs)
         timings["capture"] = time.perf_counter() - start
@@ -120,7 +120,7 @@ def lower(
     return program, done
 
 
-def _target(options: Options) -> Any:
+def target_of(options: Options) -> Any:
     """The chip that meta functions and contracts see: the target on a host, the device itself where there is one."""
     if have_npu():
         import contextlib
@@ -131,7 +131,8 @@ def _target(options: Options) -> Any:
     return target.using(options.target)
 
 
-def _build_options(made: pipeline.Plan) -> BuildOptions:
+def build_options(made: pipeline.Plan) -> BuildOptions:
+    """What the backend has to know of a plan."""
     options = made.options
     return BuildOptions(target=options.target, text=made.text(), cache_dir=options.cache_dir,
                         use_cache=options.use_cache)

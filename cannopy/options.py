@@ -70,8 +70,8 @@ class Options:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, Path(value))
-        rules = (self.rules,) if isinstance(self.rules, str | Path) else self.rules
-        object.__setattr__(self, "rules", tuple(map(Path, rules)))
+        rules: Any = self.rules
+        object.__setattr__(self, "rules", tuple(map(Path, (rules,) if isinstance(rules, str | Path) else rules)))
         self._share_switches()
 
     def _share_switches(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import fx
 from cannopy.fx_passes import provenance
 from cannopy.fx_passes.program import InputSpec, Program, WeightEntry
 
+_DUMP = re.compile(r"\d{3}-[A-Za-z0-9_.-]+\.(txt|diff)")
 _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "float64": "f64", "bool": "b8"}
 
 
@@ -29,12 +31,21 @@ def kind(value: Any) -> str:
 def line(node: fx.Node) -> str:
     """``%name: bf16[1, 4] = aten.add.Tensor(%a, 1)  # file.py:12 model.layers.3``."""
     arguments = [_text(a) for a in node.args] + [f"{k}={_text(v)}" for k, v in node.kwargs.items()]
-    target = str(node.target)
-    if node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload):
-        target = getattr(node.target, "__name__", target)
-    call = f"%{node.name}: {kind(node.meta.get('val'))} = {target}({', '.join(arguments)})"
+    call = f"%{node.name}: {kind(node.meta.get('val'))} = {target_name(node)}({', '.join(arguments)})"
     came = provenance.describe(node)
     return f"{call}  # {came}" if came else call
+
+
+def target_name(node: fx.Node) -> str:
+    """``aten.add.Tensor``; the plain name of a Python function."""
+    if node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload):
+        return str(getattr(node.target, "__name__", node.target))
+    return str(node.target)
+
+
+def is_dump(name: str) -> bool:
+    """Whether a file of this name is one that a `Folder` writes."""
+    return _DUMP.fullmatch(name) is not None
 
 
 def text(program: Program) -> str:
@@ -52,12 +63,36 @@ def text(program: Program) -> str:
     return "\n".join(rows) + "\n"
 
 
-def write(program: Program, folder: Path, number: int, name: str) -> Path:
-    """Write ``text`` to ``folder/007-name.txt`` and return that path."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{number:03d}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}.txt"
-    path.write_text(text(program), encoding="utf-8")
-    return path
+def diff(before: str, after: str, name_before: str, name_after: str, context: int = 3) -> str:
+    """The unified diff of two texts with ``context`` lines around each change; "" when they are equal."""
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), name_before, name_after, lineterm="",
+                                 n=context)
+    return "".join(f"{one}\n" for one in lines)
+
+
+class Folder:
+    """A folder of numbered dumps: ``007-name.txt`` after a pass, and ``007-name.diff`` against the dump before it.
+
+    Dumps that are in the folder already are removed: they are of another compilation.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._last = ("", "")
+        path.mkdir(parents=True, exist_ok=True)
+        for old in path.iterdir():
+            if is_dump(old.name):
+                old.unlink()
+
+    def write(self, program: Program, number: int, name: str) -> None:
+        """Write the program as it is after pass ``number`` and what that pass changed."""
+        stem = f"{number:03d}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}"
+        now = text(program)
+        (self.path / f"{stem}.txt").write_text(now, encoding="utf-8")
+        last, before = self._last
+        if last:
+            (self.path / f"{stem}.diff").write_text(diff(before, now, last, f"{stem}.txt"), encoding="utf-8")
+        self._last = f"{stem}.txt", now
 
 
 def _binding(entry: InputSpec | WeightEntry | None) -> str:

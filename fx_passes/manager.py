@@ -67,7 +67,8 @@ class PassManager:
     Args:
         passes: the pipeline; the order is checked against ``requires`` and ``ensures`` before anything runs.
         verify: check the program before the first pass and after each one that changed something.
-        dump_dir: folder for numbered dumps (``000-captured.txt``, then one per pass that changed something).
+        dump_dir: folder for numbered dumps (``000-captured.txt``, then one per pass that changed something, with
+            its diff).
         given: facts that hold before the first pass.
     """
 
@@ -87,14 +88,15 @@ class PassManager:
     def run(self, program: Program) -> list[PassRecord]:
         """Run every pass. Raises `PassError` with the program as it was before the pass that failed."""
         verifier = self._start(program)
-        if self.dump_dir is not None:
-            dump.write(program, self.dump_dir, 0, "captured")
+        folder = dump.Folder(self.dump_dir) if self.dump_dir is not None else None
+        if folder is not None:
+            folder.write(program, 0, "captured")
         records = []
         for number, step in enumerate(self.passes, 1):
             record = _run(step, program, verifier)
             records.append(record)
-            if self.dump_dir is not None and record.changes:
-                dump.write(program, self.dump_dir, number, step.name)
+            if folder is not None and record.changes:
+                folder.write(program, number, step.name)
         return records
 
     def _start(self, program: Program) -> Verifier | None:

@@ -53,8 +53,12 @@ class ErrorParity:
     @property
     def failures(self) -> list[str]:
         """What is over its limit, one sentence each."""
+        return self.over((("median", MEDIAN_LIMIT), ("p90", P90_LIMIT)))
+
+    def over(self, limits: Iterable[tuple[str, float]]) -> list[str]:
+        """A sentence for each of ``limits`` (name of an error, largest ratio to plain bf16's) that does not hold."""
         found = []
-        for name, limit in (("median", MEDIAN_LIMIT), ("p90", P90_LIMIT)):
+        for name, limit in limits:
             ours, plain = getattr(self.compiled, name), getattr(self.plain, name)
             if not ours <= max(limit * plain, SUMMATION_FLOOR):  # a NaN fails
                 bound = f"{limit} × {plain:.3e} of plain bf16"

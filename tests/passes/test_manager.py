@@ -107,7 +107,16 @@ def test_dumps_are_numbered_and_readable(tmp_path):
     program.gm.graph.find_nodes(op="call_function", target=aten.neg.default)[0].meta["module_path"] = "model.layers.3"
     passes = [Pass("idle", lambda p: 0), Pass("normal form", normalise.run)]
     PassManager(passes, dump_dir=tmp_path / "dumps").run(program)
-    assert sorted(p.name for p in (tmp_path / "dumps").iterdir()) == ["000-captured.txt", "002-normal-form.txt"]
+    assert sorted(p.name for p in (tmp_path / "dumps").iterdir()) == [
+        "000-captured.txt", "002-normal-form.diff", "002-normal-form.txt",
+    ]
+    changed = (tmp_path / "dumps" / "002-normal-form.diff").read_text().splitlines()
+    assert changed[:2] == ["--- 000-captured.txt", "+++ 002-normal-form.txt"]
+    assert [line for line in changed[2:] if line.startswith(("-", "+"))] == [
+        "-%clone_default: f32[3, 4] = aten.clone.default(%x0)  # model.py:1",
+        "-%neg_default: f32[3, 4] = aten.neg.default(%clone_default)  # model.py:2 model.layers.3",
+        "+%neg_default: f32[3, 4] = aten.neg.default(%x0)  # model.py:2 model.layers.3",
+    ]
     text = (tmp_path / "dumps" / "002-normal-form.txt").read_text()
     assert text == dump.text(program)
     assert text.splitlines() == [

@@ -10,9 +10,14 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from cannopy.fx_passes.propagate import Propagation
 
 aten = torch.ops.aten
+
+_PROPAGATION = "propagation"
+"""Key of ``GraphModule.meta``: the results of calls on fake values that editors of this graph have computed."""
 
 PROVENANCE = ("source", "source_text", "module_path", "layer", "stack_trace", "nn_module_stack")
 
@@ -42,7 +47,8 @@ def where(node: fx.Node) -> str:
 class Editor:
     """Adds nodes to a graph; each new node gets its fake value and the provenance of a model node.
 
-    New nodes are created through `call`, inside ``with editor.before(node)``; ``made`` has them in order.
+    New nodes are created through `call`, inside ``with editor.before(node)``; ``made`` has them in order. ``touched``
+    has the nodes that `replace` gave another operand.
     """
 
     def __init__(self, gm: fx.GraphModule) -> None:
@@ -51,14 +57,18 @@ class Editor:
         self._like: fx.Node | None = None
         self._rule: str | None = None
         self._mode: FakeTensorMode | None = None
+        self._propagation: Propagation = gm.meta.setdefault(_PROPAGATION, Propagation())
+        self._impure: dict[Any, bool] = {}
+        self._placeholders: dict[str, fx.Node] = {}
         self.made: list[fx.Node] = []
+        self.touched: list[fx.Node] = []
 
     @property
     def fake_mode(self) -> FakeTensorMode:
         """The fake mode that the values of this graph belong to."""
         if self._mode is None:
-            values = [n.meta["val"] for n in self.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-            self._mode = detect_fake_mode(values) or FakeTensorMode()
+            first = next((n.meta["val"] for n in self.graph.nodes if isinstance(n.meta.get("val"), FakeTensor)), None)
+            self._mode = detect_fake_mode(first) or FakeTensorMode()
         return self._mode
 
     @contextmanager
@@ -87,19 +97,24 @@ class Editor:
 
     def placeholder(self, name: str, value: torch.Tensor) -> fx.Node:
         """A new placeholder after the last one, carrying the fake value of ``value``."""
-        last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
+        last = next(reversed(self.graph.find_nodes(op="placeholder")))
         with self.graph.inserting_after(last):
             node = self.graph.placeholder(name)
         node.target = node.name
         node.meta["val"] = value
         return node
 
+    def input(self, name: str) -> fx.Node:
+        """The placeholder ``name``; KeyError if there is none."""
+        found = self._placeholders.get(name)
+        if found is None or found.name != name or found._erased:
+            self._placeholders = {n.name: n for n in self.graph.find_nodes(op="placeholder", sort=False)}
+            found = self._placeholders[name]
+        return found
+
     def refresh(self, node: fx.Node) -> None:
         """Compute ``node.meta['val']`` from its arguments."""
-        args = fx.node.map_arg(node.args, lambda n: n.meta["val"])
-        kwargs = fx.node.map_arg(node.kwargs, lambda n: n.meta["val"])
-        with self.fake_mode, torch.no_grad():
-            node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+        node.meta["val"] = self._propagation.value(node.target, node.args, node.kwargs, self.fake_mode)
 
     def _inherit(self, node: fx.Node) -> None:
         if self._like is not None:
@@ -116,6 +131,7 @@ class Editor:
 
         ``gm.meta["replaced"]`` keeps the names of both, so that a captured node can be followed to the final graph.
         """
+        self.touched.extend(old.users)
         old.replace_all_uses_with(new)
         self.gm.meta.setdefault("replaced", {})[old.name] = new.name
 
@@ -138,6 +154,18 @@ class Editor:
 
     def sweep(self) -> int:
         """Remove dead nodes (mutations and placeholders stay); the number removed."""
-        before = len(self.graph.nodes)
-        self.graph.eliminate_dead_code()
-        return before - len(self.graph.nodes)
+        dead = 0
+        for node in reversed(self.graph.nodes):
+            if not node.users and not self.is_impure(node):
+                self.graph.erase_node(node)
+                dead += 1
+        return dead
+
+    def is_impure(self, node: fx.Node) -> bool:
+        """`fx.Node.is_impure`, asked once per operator."""
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload):
+            return node.is_impure()
+        if target not in self._impure:
+            self._impure[target] = node.is_impure()
+        return self._impure[target]

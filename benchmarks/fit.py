@@ -21,6 +21,7 @@ from cannopy.stream_scheduler.hardware import Hardware, load_hardware
 
 GROUPS = Path(__file__).with_name("groups.yaml")
 SOFT = 0.15
+WIDE = 100.0
 PAIR_WEIGHT = 1.5
 PAIRED_WEIGHT = 0.7
 """Shapes of the points in pairs are inferred: their times count less, their ratio, which needs no shape, more."""
@@ -60,7 +61,7 @@ def load_groups() -> tuple[Group, ...]:
             tuple(entry["points"]),
             tuple(
                 Searched(
-                    name, c["start"], c.get("low", 1e-9), c.get("high", math.inf), c.get("prior"), c["unit"], c["source"]
+                    name, c["start"], c.get("low", c["start"] / WIDE), c.get("high", c["start"] * WIDE), c.get("prior"), c["unit"], c["source"]
                 )
                 for name, c in entry["constants"].items()
             ),
@@ -86,7 +87,7 @@ def fit_group(group: Group, points: Sequence[Point], constants: Constants, start
     """``constants`` with those of ``group`` fitted on ``points``; the search begins at ``start``."""
     names = [c.name for c in group.constants]
     lows = [math.log(c.low) for c in group.constants]
-    highs = [math.log(c.high) if c.high < math.inf else math.inf for c in group.constants]
+    highs = [math.log(c.high) for c in group.constants]
     first = [
         min(max(math.log(start[c.name]), low + 1e-6), high - 1e-6)
         for c, low, high in zip(group.constants, lows, highs, strict=True)

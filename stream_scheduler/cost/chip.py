@@ -99,5 +99,9 @@ class Chip:
     def from_l2(self, work: Work) -> float:
         return work.read.get(Role.WEIGHTS, 0.0) * self.share.l2_weights
 
+    def stays_in_l2(self, work: Work) -> bool:
+        """Whether the kernel's activations are few enough to be found in L2 where the kernel before left them."""
+        return work.activation_bytes <= self.constants["memory.activations"] * self.hardware.l2_bytes
+
     def _pools(self, on_vector: bool) -> tuple[int, int]:
         return (0, self.vector_cores) if on_vector else (self.cube_cores, 0)

@@ -50,7 +50,7 @@ _GQA, (_GB, _GQ, _GS, _GH, _GK, _GD, _GC) = sizes(
 )
 GQA = Kernel(
     "fused_infer_attention_gqa",
-    "attention_decode",
+    "attention_gqa",
     "grouped-query attention over the whole cache",
     _GQA,
     SOURCE,

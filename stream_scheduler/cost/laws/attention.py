@@ -9,14 +9,17 @@ from cannopy.stream_scheduler.cost.chip import Chip, Parts
 from cannopy.stream_scheduler.cost.kernel import Work
 
 
-def attention_decode(work: Work, chip: Chip) -> Parts:
-    """fixed + a term per sequence + cache load + cube, additive."""
-    c = chip.constants
-    return Parts(
-        launch=c["attention_decode.fixed"] + c["attention_decode.sequence"] * work.counts["sequences"],
-        hbm=chip.hbm_us(chip.from_hbm(work), c["attention_decode.hbm"]),
-        cube=chip.cube_us(work.macs, work.kernel.mac_dtype, c["attention_decode.cube"]),
-    )
+def _decode(rate: str) -> Callable[[Work, Chip], Parts]:
+    def law(work: Work, chip: Chip) -> Parts:
+        """fixed + a term per sequence + cache load + cube, additive."""
+        c = chip.constants
+        return Parts(
+            launch=c["attention_decode.fixed"] + c["attention_decode.sequence"] * work.counts["sequences"],
+            hbm=chip.hbm_us(chip.from_hbm(work), c[rate]),
+            cube=chip.cube_us(work.macs, work.kernel.mac_dtype, c["attention_decode.cube"]),
+        )
+
+    return law
 
 
 def attention_prefill(work: Work, chip: Chip) -> Parts:
@@ -62,7 +65,8 @@ def lightning_indexer(work: Work, chip: Chip) -> Parts:
 
 
 LAWS: Mapping[str, Callable[[Work, Chip], Parts]] = {
-    "attention_decode": attention_decode,
+    "attention_decode": _decode("attention_decode.hbm"),
+    "attention_gqa": _decode("attention_gqa.hbm"),
     "attention_prefill": attention_prefill,
     "sparse_attention": sparse_attention,
     "lightning_indexer": lightning_indexer,

@@ -9,17 +9,28 @@ from cannopy.stream_scheduler.cost.chip import Chip, Parts
 from cannopy.stream_scheduler.cost.kernel import Work
 
 
-def _rows(op: str) -> Callable[[Work, Chip], Parts]:
+def _memory(work: Work, chip: Chip, rate: str = "rows.hbm") -> tuple[float, float]:
+    """Time in HBM and in L2: few activations are still in L2, many go through HBM."""
+    in_l2 = work.bytes if chip.stays_in_l2(work) else chip.from_l2(work)
+    hbm = chip.hbm_us(work.bytes - in_l2, chip.constants[rate], on_vector=True)
+    return hbm, chip.l2_us(in_l2, on_vector=True)
+
+
+def _rows(op: str, *, waits: bool = True) -> Callable[[Work, Chip], Parts]:
     def law(work: Work, chip: Chip) -> Parts:
-        """factor (fixed + step x^2 / (1 + x^2)) + bytes, with x = rows / step_rows and a factor per kernel."""
+        """fixed + factor step x^2 / (1 + x^2) + bytes + rows / cores, with x = rows / step_rows, a factor per kernel.
+
+        ``waits``: the last term is there, because a row is reduced before it can be written.
+        """
         c = chip.constants
-        x = work.counts["rows"] / c["rows.step_rows"]
+        rows = work.counts["rows"]
+        x = rows / c["rows.step_rows"]
+        hbm, l2 = _memory(work, chip)
         return Parts(
-            launch=c[f"rows.factor_{op}"] * (c["rows.fixed"] + c["rows.step"] * x * x / (1 + x * x)),
-            hbm=chip.hbm_us(chip.from_hbm(work), c["rows.hbm"], on_vector=True),
-            l2=chip.l2_us(chip.from_l2(work), on_vector=True),
-            vector=chip.vector_us(work.vector_ops),
-            overlap=0.0,
+            launch=c["rows.fixed"] + c[f"rows.factor_{op}"] * c["rows.step"] * x * x / (1 + x * x),
+            hbm=hbm,
+            l2=l2,
+            vector=rows / chip.vector_cores * c["rows.row"] if waits else 0.0,
         )
 
     return law
@@ -29,10 +40,11 @@ def row_copy(work: Work, chip: Chip) -> Parts:
     """Rows moved by index: fixed + bytes, or one row's latency per core and wave."""
     c = chip.constants
     waves = work.counts["rows"] / chip.vector_cores
+    hbm, l2 = _memory(work, chip)
     return Parts(
         launch=c["rows.fixed"],
-        hbm=chip.hbm_us(chip.from_hbm(work), c["rows.hbm"], on_vector=True),
-        l2=chip.l2_us(chip.from_l2(work), on_vector=True),
+        hbm=hbm,
+        l2=l2,
         vector=chip.vector_us(work.vector_ops) + waves * c["rows.indexed_row"],
         overlap=0.0,
     )
@@ -41,10 +53,11 @@ def row_copy(work: Work, chip: Chip) -> Parts:
 def _elementwise(fixed: str, rate: str) -> Callable[[Work, Chip], Parts]:
     def law(work: Work, chip: Chip) -> Parts:
         """fixed + max(bytes, lane operations)."""
-        c = chip.constants
+        hbm, l2 = _memory(work, chip, rate)
         return Parts(
-            launch=c[fixed],
-            hbm=chip.hbm_us(chip.from_hbm(work), c[rate], on_vector=True),
+            launch=chip.constants[fixed],
+            hbm=hbm,
+            l2=l2,
             vector=chip.vector_us(work.vector_ops),
             overlap=0.0,
         )
@@ -55,7 +68,7 @@ def _elementwise(fixed: str, rate: str) -> Callable[[Work, Chip], Parts]:
 LAWS: Mapping[str, Callable[[Work, Chip], Parts]] = {
     "rows_norm": _rows("norm"),
     "rows_quant": _rows("quant"),
-    "rows_swiglu": _rows("swiglu"),
+    "rows_swiglu": _rows("swiglu", waits=False),
     "rows_rotary": _rows("rotary"),
     "rows_cache": _rows("cache"),
     "gating": _rows("gating"),

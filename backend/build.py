@@ -25,7 +25,7 @@ from cannopy.backend.cache.manifest import artifact as read_artifact
 from cannopy.backend.emit import constant, emit
 from cannopy.backend.options import BuildOptions
 from cannopy.backend.runtime import CompiledModel, ExecutorFactory, GeneratedModule, MakeOutput, eager_executor
-from cannopy.backend.weights import FormatCast
+from cannopy.backend.weights import FormatCast, WeightValueError
 from cannopy.fx_passes.paths import compile_path
 from cannopy.fx_passes.program import Program
 
@@ -64,7 +64,8 @@ def lookup(
     """The compiled ``model.method`` for calls like this one, if the cache has it.
 
     ``make_output(spec)`` gives ``(tensors, module, args, kwargs) -> result`` (`cannopy.frontend.outputs.builder`).
-    An entry that is corrupt, or that torchair refuses, is renamed away and reported as ``rebuilt``.
+    An entry that is corrupt, that torchair refuses, or that relies on a property that the weights do not have, is
+    renamed away and reported as ``rebuilt``.
     Raises `store.CacheFolderError` for a folder that others can write.
     """
     identity = fingerprint(model, method, args, kwargs, options)
@@ -84,7 +85,7 @@ def lookup(
     if found.content is not None:
         try:
             compiled = _load(found.path, found.content, model, options, make_output)
-        except (torchair.LoadError, CorruptError) as e:
+        except (torchair.LoadError, CorruptError, WeightValueError) as e:
             reason = str(e)
         else:
             hit = Lookup(identity, "hit", "", found.path, compiled)

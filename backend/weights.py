@@ -56,6 +56,10 @@ def _aliases(model: torch.nn.Module, wanted: set[int]) -> Iterator[Slot]:
                     yield d, key, t
 
 
+class WeightValueError(GuardError):
+    """The model's weights no longer have a property that the compiled graph relies on."""
+
+
 class WeightBinder:
     """Keeps the attributes of a generated module equal to the user's weights.
 
@@ -153,7 +157,10 @@ class WeightBinder:
     def _derive(self, values: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Each derived weight in order; the caller puts it into `values`, where a later recipe finds it."""
         for w in self._artifact.weights:
-            value = w.build([values[n] for n in w.sources])
+            try:
+                value = w.build([values[n] for n in w.sources])
+            except RuntimeError as e:  # what the asserts of a recipe raise
+                raise WeightValueError(f"weight {w.name}, built from {', '.join(w.sources)}: {e}; compile again") from e
             yield w.name, self._cast_nz(value) if w.nz and self._cast_nz is not None else value
 
     def _constant(self, target: str) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._dynamo.exc import TorchDynamoException
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ..fx_passes import calls
 from ..fx_passes.program import InputSpec, Program
@@ -35,6 +35,9 @@ _ASSERTS = frozenset(
     }
 )
 
+_SMALL = 1 << 16
+"""Entries of a vector up to which its smallest is looked up."""
+
 
 def capture(
     model: nn.Module, method: str = "forward", args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -46,7 +49,8 @@ def capture(
     A model on the meta device is captured as if it were on the CPU.
 
     Returns:
-        A program whose ``facts["constants"]`` has the values of the arguments that are no tensors, by path.
+        A program whose ``facts["constants"]`` has the values of the arguments that are no tensors, by path, and
+        ``facts["least"]`` the smallest entry of each weight that is a vector, by placeholder.
 
     Raises:
         CaptureError: no single functional graph stands for this call; names the source line and the usual cure.
@@ -82,7 +86,18 @@ def capture(
             gm.graph.find_nodes(op="placeholder"), bounds, paths, trace.example_inputs, strict=True
         )
     ]
-    return Program(gm, inputs, output, facts={"constants": calls.constants(args, kwargs)})
+    facts = {"constants": calls.constants(args, kwargs), "least": _least(inputs, trace.example_inputs)}
+    return Program(gm, inputs, output, facts=facts)
+
+
+def _least(inputs: list[InputSpec], tensors: list[torch.Tensor]) -> dict[str, float]:
+    """The smallest entry of each vector among the model's floating-point weights, by name; none without values."""
+    return {
+        spec.name: float(t.detach().min())
+        for spec, t in zip(inputs, tensors, strict=True)
+        if spec.kind in ("parameter", "buffer") and t.dim() == 1 and 0 < t.numel() <= _SMALL
+        and t.is_floating_point() and not t.is_meta and not isinstance(t, FakeTensor)
+    }
 
 
 def _bound_method(model: nn.Module, method: str) -> MethodType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -33,6 +34,17 @@ def why_not_weight(program: Program, node: object) -> str | None:
     if spec.mutated:
         return f"{spec.source} is written by the model"
     return None
+
+
+def least(program: Program, node: object) -> float:
+    """The smallest entry of a small parameter or buffer when the program was captured, NaN when that is not known.
+
+    A rewrite that relies on it must derive a weight whose recipe asserts it again: the user may load other values.
+    """
+    if why_not_weight(program, node) is not None:
+        return math.nan
+    known: dict[str, float] = program.facts.get("least", {})
+    return known.get(node.name, math.nan) if isinstance(node, fx.Node) else math.nan
 
 
 def preview(editor: Editor, sources: Sequence[fx.Node], recipe: str) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 The sigmoid form always divides by the sum of the chosen scores, the softmax form (s[ids] · f) never does: that is what
 norm_type 1 and 0 of the op compute (op-plugin document of npu_moe_gating_top_k). ``b`` only takes part in the choice.
+A mask that gives dropped experts 0.0 (transformers before 5.8) chooses as -inf does where ``b`` is nowhere negative.
 Groups of experts compete by the sum of their two best scores (group_select_mode 1) or by the best one (mode 0).
 """
 
@@ -21,10 +22,16 @@ from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Literal, Number
 from cannopy.fusion_rules.engine.rule import NEVER, Context, Refusal, Rule
 from cannopy.fusion_rules.engine.spellings import arguments
 from cannopy.fx_passes.graph import aten, dtype, is_call, shape
+from cannopy.fx_passes.program import Program
+from cannopy.fx_passes.weight_plan import derived, least
 
 NAME = "moe_gating_top_k"
 SOFTMAX, SIGMOID = 0, 1
 BEST, TOP_TWO = 0, 1
+NOT_NEGATIVE = (
+    "(torch._assert_async((w[0] >= 0).all(), 'a correction bias was 0 or more everywhere when the model was compiled "
+    "and has negative entries now'), w[0].float())[1]"
+)
 
 SCORES = Alt(
     (
@@ -97,9 +104,8 @@ def _scores_refusal(match: Match) -> Refusal | None:
     experts = shape(logits)[1]
     if not isinstance(bias, fx.Node) or shape(bias) != (experts,):
         return Refusal(f"the bias must be a tensor of shape [{experts}], one value per expert, found {bias}", scores)
-    if dtype(bias) != torch.float32:
-        return Refusal(f"the bias is {dtype(bias)}; the op takes it in the dtype of the fp32 logits: keep the "
-                       "correction bias in fp32, rounding it changes the choice", bias)
+    if dtype(bias) not in (torch.float32, torch.bfloat16, torch.float16):
+        return Refusal(f"the bias is {dtype(bias)}; the op takes fp32, to which that cannot be widened exactly", bias)
     return None
 
 
@@ -121,7 +127,7 @@ def _choice_refusal(match: Match) -> Refusal | None:
     return None
 
 
-def _groups_refusal(match: Match) -> Refusal | None:
+def _groups_refusal(match: Match, program: Program) -> Refusal | None:
     """Groups are runs of E/G consecutive experts, whole groups are dropped."""
     if match.get("fill") is None:
         return None
@@ -138,9 +144,11 @@ def _groups_refusal(match: Match) -> Refusal | None:
         if best["k"] != 2 or not best["largest"] or not _last(grouped, best["dim"]):
             return Refusal(f"a group's score is the sum of its {best['k']} best, the op knows the best or the sum of "
                            "two", match["group_best"])
-    if match["fill"] == 0 and match.get("bias") is not None:
-        return Refusal("dropped experts get the score 0.0, not -inf: with a bias the scores of kept experts may be "
-                       "negative and lose to them", match["masked"])
+    bias = match.get("bias")
+    if match["fill"] == 0 and bias is not None and not least(program, bias) >= 0:
+        return Refusal("dropped experts get the score 0.0, not -inf: the bias is not known to be 0 or more everywhere, "
+                       "so the scores of kept experts may be negative and lose to them (transformers masks with -inf "
+                       "from 5.8 on)", match["masked"])
     if match["fill"] not in (0, -math.inf):
         return Refusal(f"dropped experts get the score {match['fill']:g}, the op never takes them", match["masked"])
     return None
@@ -159,14 +167,24 @@ def _weights_refusal(match: Match, normed: bool) -> Refusal | None:
     return None
 
 
-def _emit(match: Match, call: Call) -> tuple[Anything, Anything]:
+def _bias(match: Match, call: Call, context: Context | None = None) -> Anything:
+    """The bias in fp32. A bias that a 0.0 mask relies on comes through a recipe that checks it at every load."""
+    bias = match.get("bias")
+    if bias is None:
+        return None
+    if context is not None and match.get("fill") == 0:
+        return derived(context.program, context.editor, f"{bias.name}_not_negative", [bias], NOT_NEGATIVE)
+    return bias if dtype(bias) == torch.float32 else call(aten._to_copy.default, bias, dtype=torch.float32)
+
+
+def _emit(match: Match, call: Call, bias: Anything) -> tuple[Anything, Anything]:
     """(weights fp32 [T, k], ids int32 [T, k])."""
     grouped = match.get("fill") is not None
     routed = call(
         torch.ops.npu.npu_moe_gating_top_k.default,
         match["logits"],
         match["k"],
-        bias=match.get("bias"),
+        bias=bias,
         k_group=match["k_group"] if grouped else 1,
         group_count=shape(match["marks"])[1] if grouped else 1,
         group_select_mode=match["group_select_mode"] if grouped else BEST,
@@ -183,9 +201,9 @@ def _checks(normed: bool) -> Callable[[Match, Context], Refusal | None]:
         return (
             _scores_refusal(match)
             or _choice_refusal(match)
-            or _groups_refusal(match)
+            or _groups_refusal(match, context.program)
             or _weights_refusal(match, normed)
-            or refused(context, lambda call: _emit(match, call), match.anchor)
+            or refused(context, lambda call: _emit(match, call, _bias(match, call)), match.anchor)
         )
 
     return check
@@ -195,7 +213,7 @@ def _rewrite(match: Match, context: Context) -> None:
     editor = context.editor
     # Readers of the ids may come before the anchor.
     with editor.before(match["topk"], like=match.anchor):
-        weights, ids = _emit(match, editor.call)
+        weights, ids = _emit(match, editor.call, _bias(match, editor.call, context))
         wide = editor.call(aten._to_copy.default, ids, dtype=torch.int64)
     editor.replace(match.anchor, weights)
     for reader in list(match["topk"].users):

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cannopy.fx_passes.normalise import arithmetic, casts, constants, cse, linears, noops, slices, views, writes
+from cannopy.fx_passes.normalise import (
+    arithmetic,
+    casts,
+    constants,
+    cse,
+    indices,
+    linears,
+    noops,
+    slices,
+    views,
+    writes,
+)
 from cannopy.fx_passes.program import Program
 
 PIPELINE: tuple[tuple[str, Callable[[Program], int]], ...] = (
@@ -14,6 +25,7 @@ PIPELINE: tuple[tuple[str, Callable[[Program], int]], ...] = (
     ("constants", constants.run),
     ("views", views.run),
     ("slices", slices.run),
+    ("indices", indices.run),
     ("writes", writes.run),
     ("linears", linears.run),
     ("noops", noops.run),

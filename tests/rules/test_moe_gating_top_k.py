@@ -91,7 +91,7 @@ class Router:
         chosen = torch.zeros(logits.shape, dtype=torch.bool)
         for t, row in enumerate(logits.double()):
             scores = 1 / (1 + (-row).exp()) if self.activation == "sigmoid" else row.exp() / row.exp().sum()
-            choice = scores + bias.double() if self.bias == "fp32" else scores
+            choice = scores + bias.double() if self.bias in ("fp32", "bf16") else scores
             pool = set(range(self.experts))
             if self.groups:
                 size = self.experts // self.groups
@@ -130,6 +130,7 @@ FIRES: dict[str, tuple[Router, dict[str, Any]]] = {
     "softmax values": (replace(SOFTMAX, weights_from="values", groups=0, factor=1.0), {"norm_type": 0}),
     "softmax, renormalised after": (replace(SOFTMAX, groups=0, normed=True, factor=1.0), {"norm_type": 0}),
     "decode of one token": (Router(k=1), {"k_group": 2}),
+    "bf16 bias": (Router(bias="bf16"), {"group_count": 4, "norm_type": 1}),
 }
 
 
@@ -165,7 +166,6 @@ REFUSES: dict[str, tuple[Router, str]] = {
     "top three": (Router(group_score="three"), "a group's score is the sum of its 3 best"),
     "mean of group": (Router(group_score="mean"), "found aten.mean"),
     "smallest": (Router(largest=False), "does not take the largest scores"),
-    "bf16 bias": (Router(bias="bf16"), "the bias is torch.bfloat16"),
     "number as bias": (Router(bias="number"), "the bias must be a tensor of shape [16]"),
     "tanh": (Router(activation="tanh"), "found aten.tanh"),
     "softmax over tokens": (replace(SOFTMAX, activation="softmax_tokens"), "the softmax is not over the experts"),
@@ -180,6 +180,20 @@ def test_refuses(name: str) -> None:
     before = router.traced()
     after = assert_refused(before, RULES, reason)
     assert all(torch.equal(a, b) for a, b in zip(after.run(), before.run(), strict=True))
+
+
+def test_a_mask_of_zeros_fuses_where_the_bias_is_never_negative() -> None:
+    before = Router(fill=0.0).traced()
+    bias = before.program.inputs[1].name
+    before.values[bias] = before.values[bias].abs()
+    before.program.facts["least"] = {bias: float(before.values[bias].min())}
+    after, log = before.fused(RULES)
+    assert log.counts() == {"moe_gating_top_k": 1}
+    (weights, ids), (old_weights, old_ids) = after.run(), before.run()
+    torch.testing.assert_close(spread(weights, ids), spread(old_weights, old_ids), rtol=1e-6, atol=0.0)
+    after.values[bias] = after.values[bias] - 1  # a checkpoint that was loaded later
+    with pytest.raises(RuntimeError, match="has negative entries now"):
+        after.run()
 
 
 def test_refuses_scores_in_bf16() -> None:

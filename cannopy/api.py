@@ -14,10 +14,11 @@ from cannopy.backend.guards import GuardError
 from cannopy.backend.options import BuildOptions
 from cannopy.backend.runtime import CompiledModel
 from cannopy.backend.torchair import have_npu
-from cannopy.frontend import outputs, state
-from cannopy.frontend.capture import capture
+from cannopy.frontend import outputs, regions, state
 from cannopy.fx_passes import kernels
+from cannopy.fx_passes.manager import PassError
 from cannopy.fx_passes.program import Program
+from cannopy.fx_passes.stamp import StampError
 from cannopy.options import Options
 from cannopy.report import CompileReport
 
@@ -113,9 +114,18 @@ def lower(
     made = made or pipeline.plan(options)
     with target_of(options):
         start = time.perf_counter()
-        program = capture(model, method, args, kwargs)
+        program = (regions.capture(model, method, args, kwargs) if options.regions
+                   else regions.whole(model, method, args, kwargs, "regions are switched off"))
         timings["capture"] = time.perf_counter() - start
-        done = pipeline.run(program, options, made)
+        try:
+            done = pipeline.run(program, options, made)
+        except PassError as e:
+            if not isinstance(e.__cause__, StampError):
+                raise
+            start = time.perf_counter()
+            program = regions.whole(model, method, args, kwargs, str(e.__cause__))
+            timings["capture"] += time.perf_counter() - start
+            done = pipeline.run(program, options, made)
         timings["passes"] = done.seconds
     return program, done
 

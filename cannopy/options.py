@@ -39,6 +39,7 @@ class Options:
         block_size: tokens per block of the paged view of a cache, a multiple of 16 up to 1024; None chooses one.
         dump_dir: folder for numbered text dumps of the graph, one per pass that changed it.
         verify: check the graph between passes.
+        regions: capture and rewrite like layers once and copy the result; False works on every layer.
 
     Raises:
         OptionError: a value that an option does not take, naming the nearest that it takes.
@@ -54,6 +55,7 @@ class Options:
     verify: bool = True
     pipeline: str = pipeline_text.DEFAULT
     rules: tuple[Path, ...] = ()
+    regions: bool = True
 
     def __post_init__(self) -> None:
         if self.phase is not None and self.phase not in PHASES:
@@ -119,6 +121,7 @@ class Options:
             f"phase={self.phase or 'none'}",
             f"target={self.target}",
             f"block_size={self.block_size or 'auto'}",
+            *([] if self.regions else ["regions=off"]),
             *self.full_pipeline.lines(),
         ]
         return "\n".join(lines)

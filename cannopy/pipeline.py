@@ -15,8 +15,9 @@ from cannopy.fusion_rules import catalog, dialect, extension
 from cannopy.fusion_rules.engine.apply import Log, apply
 from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
+from cannopy.fusion_rules.engine.stamped import expand
 from cannopy.fusion_rules.extension import LIFT, UserRule
-from cannopy.fx_passes import counters, legalise, merge_slices, normalise, weight_layout
+from cannopy.fx_passes import counters, legalise, merge_slices, normalise, regions, stamp, weight_layout
 from cannopy.fx_passes.graph import Editor
 from cannopy.fx_passes.manager import Pass, PassError, PassManager, PassRecord
 from cannopy.fx_passes.program import Program
@@ -113,7 +114,10 @@ def passes(made: Plan, log: Log, gate: Gate | None = None) -> tuple[Pass, ...]:
     """
     build = _Builder(made, log, gate)
     for stage in made.options.full_pipeline.stages:
+        if stage.name in _ACROSS_LAYERS:
+            build.stamp()
         build.add(stage)
+    build.stamp()
     return tuple(build.passes)
 
 
@@ -127,7 +131,7 @@ def run(program: Program, options: Options, made: Plan | None = None) -> Compila
     dialect.register_all()
     start = time.perf_counter()
     done = Compilation(pipeline=str(options.full_pipeline))
-    done.nodes["captured"] = len(program.gm.graph.nodes)
+    done.nodes["captured"] = regions.size(program)
     manager = PassManager(passes(made, done.log), verify=options.verify, dump_dir=options.dump_dir)
     try:
         done.records = manager.run(program)
@@ -138,6 +142,7 @@ def run(program: Program, options: Options, made: Plan | None = None) -> Compila
     first = next((r for r in done.records if r.name == "normalise"), None)
     done.nodes["normalised"] = first.nodes_after if first else done.nodes["captured"]
     done.nodes["final"] = len(program.gm.graph.nodes)
+    expand(done.log, regions.of(program))
     done.seconds = time.perf_counter() - start
     _required(options, done.log)
     return done
@@ -167,6 +172,11 @@ class _Builder:
                 self._group(name, kind.requires)
         else:
             self._pass(stage.name, _OTHER[stage.name], kind.requires, kind.ensures)
+
+    def stamp(self) -> None:
+        """The pass that brings back the layers that are missing, once; it cannot be held back."""
+        if all(one.name != stamp.NAME for one in self.passes):
+            self.passes.append(Pass(stamp.NAME, stamp.run))
 
     def _group(self, name: str, requires: frozenset[str]) -> None:
         if self.made.options.fusions.get(name, True) is not False:
@@ -213,6 +223,9 @@ def _gated(rule: Rule, gate: Gate) -> Rule:
 def _legalise(program: Program) -> int:
     return legalise.run(program, dialect.references())
 
+
+_ACROSS_LAYERS = frozenset({"counters"})
+"""Stages that look at all layers at once, for which every layer must be there."""
 
 _OTHER: Mapping[str, Step] = {
     "legalise": _legalise,

@@ -50,13 +50,14 @@ class _FakeCopies(TorchFunctionMode):
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-def fake_copy(value: T, mode: FakeTensorMode) -> T:
+def fake_copy(value: T, mode: FakeTensorMode, memo: dict[int, Any] | None = None) -> T:
     """A deep copy of ``value`` with fake tensors of ``mode`` on their own device, the CPU instead of meta.
 
     Attributes that name the meta device (an HF cache layer keeps one) name the CPU in the copy.
+    ``memo`` gets the copy of each object by the id of the object, as `copy.deepcopy` keeps it.
     """
     with _FakeCopies(mode):
-        twin = copy.deepcopy(value)
+        twin = copy.deepcopy(value, memo)
     _replace_meta_devices(twin)
     return twin
 

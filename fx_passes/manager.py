@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import fx
 
-from cannopy.fx_passes import dump
+from cannopy.fx_passes import dump, regions
 from cannopy.fx_passes.graph import where
 from cannopy.fx_passes.program import Program
 from cannopy.fx_passes.verifier import Verifier, VerifyError
@@ -31,7 +31,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did."""
+    """What one pass did. Nodes count for the whole model, changes for the layers that the pass saw (`regions`)."""
 
     name: str
     seconds: float
@@ -122,7 +122,7 @@ def _check_order(passes: Sequence[Pass], given: frozenset[str]) -> None:
 
 def _run(step: Pass, program: Program, verifier: Verifier | None) -> PassRecord:
     before = _Snapshot(program)
-    nodes = len(program.gm.graph.nodes)
+    nodes, whole = len(program.gm.graph.nodes), regions.size(program)
     start = time.perf_counter()
     try:
         changes = step.run(program)
@@ -141,7 +141,7 @@ def _run(step: Pass, program: Program, verifier: Verifier | None) -> PassRecord:
         raise PassError(step.name, "run", node if isinstance(node, fx.Node) else None, "the pass to complete",
                         f"{type(e).__name__}: {e}") from e
     program.gm.recompile()
-    return PassRecord(step.name, seconds, nodes, len(program.gm.graph.nodes), changes)
+    return PassRecord(step.name, seconds, whole, regions.size(program), changes)
 
 
 class _Snapshot:

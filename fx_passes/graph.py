@@ -114,7 +114,7 @@ class Editor:
 
     def refresh(self, node: fx.Node) -> None:
         """Compute ``node.meta['val']`` from its arguments."""
-        node.meta["val"] = self._propagation.value(node.target, node.args, node.kwargs, self.fake_mode)
+        node.meta["val"] = self._propagation.value(node.target, node.args, node.kwargs, lambda: self.fake_mode)
 
     def _inherit(self, node: fx.Node) -> None:
         if self._like is not None:

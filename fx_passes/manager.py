@@ -12,6 +12,7 @@ from torch import fx
 from cannopy.fx_passes import dump, regions
 from cannopy.fx_passes.graph import where
 from cannopy.fx_passes.program import Program
+from cannopy.fx_passes.snapshot import Snapshot
 from cannopy.fx_passes.verifier import Verifier, VerifyError
 
 
@@ -97,6 +98,7 @@ class PassManager:
             records.append(record)
             if folder is not None and record.changes:
                 folder.write(program, number, step.name)
+        program.gm.recompile()
         return records
 
     def _start(self, program: Program) -> Verifier | None:
@@ -121,17 +123,16 @@ def _check_order(passes: Sequence[Pass], given: frozenset[str]) -> None:
 
 
 def _run(step: Pass, program: Program, verifier: Verifier | None) -> PassRecord:
-    before = _Snapshot(program)
-    nodes, whole = len(program.gm.graph.nodes), regions.size(program)
+    before = Snapshot(program)
+    whole = regions.size(program)
     start = time.perf_counter()
     try:
         changes = step.run(program)
         seconds = time.perf_counter() - start
-        if verifier is not None and changes:
-            verifier.verify(program)
-        elif verifier is not None and len(program.gm.graph.nodes) != nodes:
+        different = verifier.verify(program) if verifier is not None else 0
+        if different and not changes:
             raise VerifyError("changes", None, "a graph as before from a pass that reports no change",
-                              f"{len(program.gm.graph.nodes)} nodes instead of {nodes}")
+                              f"{different} nodes that are new, different or gone")
     except VerifyError as e:
         before.restore(program)
         raise PassError(step.name, e.check, e.node, e.expected, e.found) from e
@@ -140,23 +141,4 @@ def _run(step: Pass, program: Program, verifier: Verifier | None) -> PassRecord:
         node = getattr(e, "node", None)
         raise PassError(step.name, "run", node if isinstance(node, fx.Node) else None, "the pass to complete",
                         f"{type(e).__name__}: {e}") from e
-    program.gm.recompile()
     return PassRecord(step.name, seconds, whole, regions.size(program), changes)
-
-
-class _Snapshot:
-    """A program as it is now. Nodes keep their names; metadata is shared with the live nodes, each in its own dict."""
-
-    def __init__(self, program: Program) -> None:
-        self._graph = fx.Graph(tracer_cls=program.gm.graph._tracer_cls)
-        nodes: dict[fx.Node, fx.Node] = {}
-        result = self._graph.graph_copy(program.gm.graph, val_map=nodes)
-        live = next(iter(reversed(program.gm.graph.nodes)))
-        self._graph.output(result).meta = dict(live.meta)
-        self._graph._codegen = program.gm.graph._codegen
-        self._inputs, self._weights = list(program.inputs), list(program.weights)
-        self._facts = dict(program.facts)
-
-    def restore(self, program: Program) -> None:
-        program.gm.graph = self._graph
-        program.inputs, program.weights, program.facts = self._inputs, self._weights, self._facts

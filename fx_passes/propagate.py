@@ -6,7 +6,7 @@ a millisecond. What is remembered belongs to one graph; nothing is shared betwee
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -37,17 +37,22 @@ class Propagation:
         return Propagation()
 
     def value(
-        self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mode: AbstractContextManager[Any]
+        self,
+        target: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        mode: Callable[[], AbstractContextManager[Any]],
     ) -> Any:
         """What ``target`` returns for ``args`` and ``kwargs``, in which nodes stand for their values.
 
+        ``mode`` gives the fake mode of these values; it is asked only when the call has to be run.
         Raises KeyError for a node without a value and whatever the operator raises.
         """
         key = _key(target, args, kwargs)
         if key is not None and key in self._known:
             return self._known[key]
         values, options = fx.node.map_arg((tuple(args), dict(kwargs)), lambda n: n.meta["val"])
-        with mode, torch.no_grad():
+        with mode(), torch.no_grad():
             result = target(*values, **options)
         if key is not None:
             self._known[key] = result

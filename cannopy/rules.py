@@ -19,10 +19,10 @@ check for the numbers. A pattern is read from the result towards the inputs, on 
 
 from __future__ import annotations
 
-from cannopy.fusion_rules.engine.legal import illegal
+from cannopy.fusion_rules.engine.legal import illegal, refused
 from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Literal, Number, Op, Pattern, Through, op
-from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
+from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule, other_reader
 from cannopy.fusion_rules.extension import RuleCodeError, RuleFileError, UserRule, rule
 from cannopy.fx_passes.graph import Editor, aten, dtype, is_call, shape
 from cannopy.fx_passes.weight_plan import derived, why_not_weight
@@ -50,6 +50,8 @@ __all__ = [
     "illegal",
     "is_call",
     "op",
+    "other_reader",
+    "refused",
     "rule",
     "shape",
     "why_not_weight",

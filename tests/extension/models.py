@@ -72,27 +72,25 @@ def only_there(match, context):
 
 @cannopy.rule(
     equation="down(x)  →  something else",
-    pattern=op(aten.linear.default, op({product}, Any("a"), Any("b"), commutative=True), Any("weight"), rest=True),
+    pattern=op(aten.linear.default, op(aten.mul.Tensor, Any("a"), Any("b"), name="x"), Any("weight"), rest=True),
     check=only_there,
-    {place}
+    before="swiglu",
 )
 def wrong_down(match, context):
     call = context.editor.call
-    {body}
+    context.editor.replace(match.anchor, {value})
 """
-BODIES = {
-    "value": 'context.editor.replace(match.anchor, call(aten.mul.Tensor, match.anchor.args[0], 1.0) and '
-             'call(aten.linear.default, call(aten.mul.Tensor, match.anchor.args[0], 1.25), match["weight"]))',
-    "raises": 'call(aten.linear.default, match["x"], match["weight"])',
-    "shape": 'context.editor.replace(match.anchor, call(aten.slice.Tensor, match["weight"], 0, 0, 1))',
+VALUES = {
+    "value": 'call(aten.linear.default, call(aten.mul.Tensor, match["x"], 1.25), match["weight"])',
+    "raises": 'call(aten.linear.default, match["y"], match["weight"])',
+    "shape": 'call(aten.slice.Tensor, match["weight"], 0, 0, 1)',
 }
 
 
-def wrong_rule(folder: Path, layer: int, body: str = "value", place: str = 'before="swiglu"') -> Path:
+def wrong_rule(folder: Path, layer: int, value: str = "value") -> Path:
     """A file with a rule that spoils one layer: another ``value``, an error (``raises``) or another ``shape``."""
     path = folder / "wrong_rules.py"
-    product = "aten.mul.Tensor"
-    path.write_text(WRONG.format(layer=layer, body=BODIES[body], place=place, product=product), encoding="utf-8")
+    path.write_text(WRONG.format(layer=layer, value=VALUES[value]), encoding="utf-8")
     return path
 
 

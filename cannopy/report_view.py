@@ -59,7 +59,7 @@ def _kinds(by_layer: Mapping[int | None, Mapping[str, int]]) -> list[tuple[str, 
     kinds: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for layer in sorted(key for key in by_layer if key is not None):
         kinds.setdefault(tuple(sorted(by_layer[layer].items())), []).append(layer)
-    found = [(_ranges(layers), dict(rules)) for rules, layers in kinds.items()]
+    found = [(ranges(layers), dict(rules)) for rules, layers in kinds.items()]
     if None in by_layer:
         found.append(("outside layers", dict(sorted(by_layer[None].items()))))
     return found
@@ -119,16 +119,17 @@ def misses_table(misses: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def grouped_misses(misses: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
-    """(rule, reason, layers, source lines), the same refusal of many layers once."""
+    """(rule, reason and what would help, layers, source lines), the same refusal of many layers once."""
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for miss in misses:
-        groups.setdefault((miss["rule"], miss["reason"]), []).append(miss)
+        remedy = f"\n→ {miss['remedy']}" if miss.get("remedy") else ""
+        groups.setdefault((miss["rule"], miss["reason"] + remedy), []).append(miss)
     found = []
     for (rule, reason), members in groups.items():
         layers = sorted({m["layer"] for m in members if m.get("layer") is not None})
         places = list(dict.fromkeys(m["source"] or m["node"] for m in members))
         more = f" and {len(places) - 3} more" if len(places) > 3 else ""
-        found.append((rule, reason, _ranges(layers) if layers else "", "\n".join(places[:3]) + more))
+        found.append((rule, reason, ranges(layers) if layers else "", "\n".join(places[:3]) + more))
     return found
 
 
@@ -195,8 +196,8 @@ def _layer(entry: Mapping[str, Any]) -> str:
     return "" if entry.get("layer") is None else str(entry["layer"])
 
 
-def _ranges(layers: Sequence[int]) -> str:
-    """``0, 2-4`` for [0, 2, 3, 4]."""
+def ranges(layers: Sequence[int]) -> str:
+    """``layers 0, 2-4`` for [0, 2, 3, 4]."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and layer == runs[-1][1] + 1:

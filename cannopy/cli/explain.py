@@ -3,22 +3,44 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING
 
-from cannopy.cli.common import add_model_arguments, add_offline_argument, console, print_json, verb_parser
-from cannopy.cli.compile import compile_phase
-from cannopy.errors import CannopyError, unknown
+from cannopy.cli.common import (
+    add_model_arguments,
+    add_offline_argument,
+    console,
+    load_model,
+    options_of,
+    print_json,
+    verb_parser,
+    working,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cannopy.explain import Explanation, Fate
 
 _DESCRIPTION = """\
-For every place in the graph where a fusion rule matched or came near: the layer, the rule, and, where it did not
-apply, the reason and the line of the model's source at which it stopped. Compiles afresh, whatever the cache holds.
+For each kind of place where a fusion rule applied: the layers, and the lines of the model's source that became a
+kernel. For each kind of place where one came near and did not apply: how many operations of its pattern were there,
+the node at which it stopped, what was expected and found there, the line of the source, and what would make it apply.
+Layers with the same answer are one entry. Nothing is emitted: neither torchair nor the compile cache takes part.
+
+--rule also tells of attempts that ended early, or which operation of the rule the graph lacks.
+--node takes a node of the captured or of the final graph (names as in `cannopy dump`), or a kernel: where it went,
+which lines it is made of, and what was tried there.
+
+Exit code 1 when a fusion that is required (--fusion RULE=require) applies nowhere.
 """
 
 _EXAMPLES = """\
   cannopy explain deepseek-v3.2                        decode of the tiny preset
   cannopy explain deepseek-v3.2 --dtype fp32           which contracts a float32 model breaks
   cannopy explain ./my-checkpoint --rule mla_prolog    one rule
-  cannopy explain ./my-checkpoint --node mm_12         what was tried at one node
+  cannopy explain ./my-checkpoint --node mm_12         where one captured node went, what was tried there
+  cannopy explain ./my-checkpoint --node npu_rms_norm  the source lines behind a kernel
+  cannopy explain ./my-checkpoint --json | jq '.misses[] | {rule, layers, expected, found, remedy}'
 """
 
 
@@ -27,40 +49,37 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = verb_parser(subparsers, "explain", run, "why each fusion matched or did not", _DESCRIPTION, _EXAMPLES)
     add_model_arguments(parser)
     add_offline_argument(parser)
-    parser.add_argument("--rule", metavar="RULE", help="only this rule")
-    parser.add_argument("--node", metavar="NODE", help="only what was tried at, or stopped at, this node of the graph")
+    parser.add_argument("--rule", metavar="RULE", help="only this rule, with its best attempts")
+    parser.add_argument("--node", metavar="NODE", help="only this node or kernel")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile and print hits and misses; 0 also when nothing fused."""
-    if args.rule:
-        from cannopy.environment import import_torch
-
-        import_torch()
-        from cannopy.fusion_rules import catalog
-
-        names = sorted({rule.name for rule in (*catalog.LIFT, *catalog.fusions())})
-        if args.rule not in names:
-            raise CannopyError(unknown("rule", args.rule, names))
-    report = compile_phase(args, use_cache=False).report
-    hits = [hit for hit in report.hits if _wanted(args, hit, "node")]
-    misses = [miss for miss in report.misses if _wanted(args, miss, "node", "anchor")]
-    if args.json:
-        print_json({"hits": hits, "misses": misses})
-        return 0
-    from cannopy.report_view import hits_table, misses_table
-
+    """Explain; 1 when a required fusion applies nowhere, 0 otherwise, also when nothing fused."""
+    loaded = load_model(args)
     screen = console(args)
-    for title, table in (("Applied", hits_table(hits)), ("Came near and did not apply", misses_table(misses))):
-        screen.print(f"\n[bold]{title}[/]")
-        screen.print(table if table.row_count else "nothing")
-    if args.node and not (hits or misses):
-        text = f"\nNo rule was applied or stopped at a node {args.node!r}. `cannopy dump` shows the names of all nodes."
-        screen.print(text, markup=False)
-    return 0
+    for note in loaded.notes:
+        screen.print(note, style="dim")
+    from cannopy import explain
+
+    call_args, call_kwargs = loaded.make_inputs(args.phase)
+    options = options_of(args)
+    with working(screen, f"explaining {args.phase} of {loaded.name} for {options.target}"):
+        whole = explain.explain(loaded.model, loaded.method, call_args, call_kwargs, options)
+    found = whole.of_rule(args.rule) if args.rule else whole
+    fate = None
+    if args.node:
+        fate = whole.lineage.fate(args.node)
+        found = found.at_node(args.node, args.rule)
+    if args.json:
+        data = found.to_dict()
+        print_json(data if fate is None else {**data, "node": explain.plain(fate)})
+    else:
+        _show(found, fate, screen)
+    return int(bool(found.unmet))
 
 
-def _wanted(args: argparse.Namespace, entry: dict[str, Any], *nodes: str) -> bool:
-    if args.rule and entry["rule"] != args.rule:
-        return False
-    return not args.node or args.node in {entry[name] for name in nodes}
+def _show(found: Explanation, fate: Fate | None, screen: Console) -> None:
+    from cannopy import explain_view
+
+    for text, style in explain_view.lines(found, fate):
+        screen.print(text, style=style, markup=False, soft_wrap=True, highlight=False)

@@ -8,7 +8,7 @@ from torch import fx
 
 from cannopy.fusion_rules.engine.match import Match, Matcher, is_one_of, nearest
 from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Op, Pattern, Through
-from cannopy.fusion_rules.engine.record import Hit, Log, Miss
+from cannopy.fusion_rules.engine.record import Hit, Log, Miss, source_text
 from cannopy.fusion_rules.engine.rule import NEVER, Context, Refusal, Rule
 from cannopy.fusion_rules.engine.stop import Stop, describe, short, size_of
 from cannopy.fx_passes.graph import aten, where
@@ -64,7 +64,8 @@ def _stopped(rule: Rule, node: fx.Node, stop: Stop, log: Log) -> None:
     if stop.matched < min(rule.near, THOROUGH):
         return
     stop = nearest(rule.pattern, node, stop)
-    near = rule.near != NEVER and stop.reach >= rule.near
+    known = rule.core is not None and any(is_one_of(n.target, rule.core.targets) for n in stop.nodes if n is not node)
+    near = stop.reach >= rule.near if rule.near != NEVER else known
     log.miss(Miss.stopped(rule.name, node, stop, near))
 
 
@@ -73,7 +74,7 @@ def _refused(rule: Rule, match: Match, refusal: Refusal) -> Miss:
     return Miss(
         rule.name, anchor.name, refusal.reason, place.name, where(place), anchor.meta.get("layer"),
         str(anchor.meta.get("module_path", "")), len(match.nodes), len(match.nodes), refusal.kind, refusal.expected,
-        refusal.found, refusal.remedy, refusal.clause, True, tuple(n.name for n in match.nodes),
+        refusal.found, refusal.remedy, refusal.clause, source_text(place), True, tuple(n.name for n in match.nodes),
     )
 
 
@@ -104,9 +105,9 @@ def _missing(rule: Rule, variants: list[Rule], match: Match) -> Miss:
         last = next(iter(last.users))
     readers = [u for u in last.users if u.op != "output"]
     found = "; ".join(f"{describe(u)} ({where(u)})" for u in readers[:3]) or "the result is an output of the method"
-    total = max(size_of(v.pattern) for v in variants)
-    names = tuple(n.name for n in match.nodes)
-    stop = Stop(len(match.nodes), total, "missing", last, last, tuple(above), None, found, len(names), names)
+    total = max(len(match.nodes) + 1, min(size_of(v.pattern) for v in variants))
+    count = len(match.nodes)
+    stop = Stop(count, total, "missing", last, last, tuple(above), None, found, count, match.nodes)
     return Miss.stopped(rule.name, match.anchor, stop, True)
 
 
@@ -117,7 +118,7 @@ def _above(pattern: Pattern, core: Op) -> Iterator[Pattern | str]:
             operands = (*pattern.args, *(v for _, v in pattern.kwargs))
             for operand in operands:
                 if _reaches(operand, core):
-                    others = [a.name for a in operands if isinstance(a, Any) and a is not operand and a.name]
+                    others = [name for a in operands if a is not operand and (name := _name(a))]
                     yield f"{' or '.join(dict.fromkeys(map(short, pattern.targets)))}" + (
                         f" with {' and '.join(others)}" if others else "")
                 else:
@@ -130,6 +131,18 @@ def _above(pattern: Pattern, core: Op) -> Iterator[Pattern | str]:
         case Alt():
             for option in pattern.options:
                 yield from _above(option, core)
+
+
+def _name(p: Pattern) -> str:
+    """The name of the value that ``p`` binds, possibly behind a cast."""
+    match p:
+        case Any():
+            return p.name
+        case Alt():
+            return next((name for o in p.options if (name := _name(o))), "")
+        case Through():
+            return _name(p.inner)
+    return ""
 
 
 def _reaches(pattern: Pattern, core: Op) -> bool:

@@ -93,8 +93,8 @@ class Matcher:
     def _stop(self, kind: str, wanted: tuple[Pattern | str, ...], state: State, user: fx.Node | None, value: Anything,
               text: str) -> Stop:
         at = value if isinstance(value, fx.Node) else user
-        names = tuple(n.name for n in state.nodes)
-        return Stop(len(names), 0, kind, at, user, wanted, value, text, len(names) + len(state.crossed), names)
+        count = len(state.nodes)
+        return Stop(count, 0, kind, at, user, wanted, value, text, count + len(state.crossed), state.nodes)
 
     def _match(self, p: Pattern, value: Anything, state: State, user: fx.Node | None) -> Iterator[State]:
         match p:
@@ -209,8 +209,8 @@ class _Tolerant(Matcher):
         for state in self._match(self.pattern, anchor, State(), None):
             if state.hole is None:
                 return None
-            names = tuple(n.name for n in state.nodes)
-            stop = replace(state.hole, matched=len(names), reach=len(names) + len(state.crossed), names=names)
+            count = len(state.nodes)
+            stop = replace(state.hole, matched=count, reach=count + len(state.crossed), nodes=state.nodes)
             if best is None or stop.matched > best.matched:
                 best = stop
             elif (stop.matched, stop.kind, stop.user, stop.value) == (best.matched, best.kind, best.user, best.value):
@@ -265,7 +265,7 @@ def nearest(pattern: Pattern, anchor: fx.Node, stop: Stop) -> Stop:
     best = stop
     if found is not None and found.matched >= stop.matched:
         # Where the exact search got past the place in another way, it knows better what differs.
-        passed = isinstance(found.value, fx.Node) and found.value.name in stop.names
+        passed = found.value in stop.nodes
         best = replace(stop, matched=found.matched) if passed else found
     return replace(best, total=max(size_of(pattern), best.matched + 1))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,10 @@ from cannopy.fx_passes.graph import where
 
 if TYPE_CHECKING:
     from cannopy.fusion_rules.engine.rule import Rule
+
+
+_NUMBERS = re.compile(r"(?<=[A-Za-z]_)\d+\b|@\d+|(?<=layers[.\[])\d+")
+"""What tells corresponding nodes and modules of two layers apart."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ class Miss:
     found: str = ""
     remedy: str = ""
     clause: str = ""
+    source_text: str = ""
     near: bool = field(default=True, repr=False)
     nodes: tuple[str, ...] = field(default=(), repr=False)
 
@@ -63,11 +69,11 @@ class Miss:
     def stopped(rule: str, anchor: fx.Node, stop: Stop, near: bool) -> Miss:
         """A pattern that ended at ``stop``."""
         place = stop.node if stop.node is not None else anchor
+        line = place if place.op == "call_function" or stop.user is None else stop.user
         return Miss(
-            rule, anchor.name, stop.reason, place.name, where(stop.user if place.op != "call_function" and
-                                                              stop.user is not None else place),
-            anchor.meta.get("layer"), str(anchor.meta.get("module_path", "")), stop.matched, stop.total, stop.kind,
-            stop.expected, stop.found, stop.remedy, "", near, stop.names,
+            rule, anchor.name, stop.reason, place.name, where(line), anchor.meta.get("layer"),
+            str(anchor.meta.get("module_path", "")), stop.matched, stop.total, stop.kind, stop.expected, stop.found,
+            stop.remedy, "", source_text(line), near, tuple(n.name for n in stop.nodes),
         )
 
     @property
@@ -77,7 +83,7 @@ class Miss:
 
     def kind_key(self) -> tuple[object, ...]:
         """The same for corresponding places of layers of one kind: rule, reason and line of the source."""
-        return (self.rule, self.reason, self.source, self.kind)
+        return (self.rule, _NUMBERS.sub("#", self.reason), self.source, self.kind, self.near)
 
 
 @dataclass
@@ -120,37 +126,45 @@ class Log:
         """The furthest attempt of each rule at each place where it was not applied."""
         applied = {(h.rule, n) for h in self.hits for n in (*h.nodes, h.node)}
         taken: set[tuple[str, str]] = set()
+        longer: set[tuple[str, str]] = set()
         refused: set[tuple[str, str, str]] = set()
-        order = sorted(range(len(self.attempts)), key=lambda i: (not self.attempts[i].whole, -self.attempts[i].matched))
+        order = sorted(range(len(self.attempts)), key=lambda i: (-self.attempts[i].matched, not self.attempts[i].whole))
         kept: list[int] = []
         for i in order:
             miss = self.attempts[i]
-            mine = {(miss.rule, name) for name in (miss.anchor, *miss.nodes)}
+            anchor, reason = (miss.rule, miss.anchor), (miss.rule, miss.node, miss.reason)
+            mine = {anchor, *((miss.rule, name) for name in miss.nodes)}
             # A whole form that a check refused is told of although a shorter form of the rule applied inside it.
-            settled = {(miss.rule, miss.anchor), (miss.rule, miss.node)} | (set() if miss.whole else mine)
-            reason = (miss.rule, miss.node, miss.reason)
-            if settled.isdisjoint(applied) and (reason not in refused if miss.whole else mine.isdisjoint(taken)):
-                refused.add(reason)
+            settled = {anchor, (miss.rule, miss.node)} | (set() if miss.whole else mine)
+            new = reason not in refused and anchor not in longer if miss.whole else mine.isdisjoint(taken)
+            if new and settled.isdisjoint(applied):
                 kept.append(i)
+                refused.add(reason)
                 taken |= mine
+                longer |= set() if miss.whole else mine
         return [self.attempts[i] for i in sorted(kept)]
 
 
-def grouped(misses: Iterable[Miss]) -> list[tuple[Miss, tuple[int, ...], int]]:
+def by_layer(misses: Iterable[Miss]) -> list[tuple[Miss, tuple[int, ...], int]]:
     """(first miss, layers, number of places) of each group of misses that differ in their layer only."""
     groups: dict[tuple[object, ...], list[Miss]] = {}
     for miss in misses:
         groups.setdefault(miss.kind_key(), []).append(miss)
-    return [
-        (members[0], tuple(sorted({m.layer for m in members if m.layer is not None})), len(members))
-        for members in groups.values()
-    ]
+    return [(members[0], _layers(members), len(members)) for members in groups.values()]
 
 
-def near_names(missing: Iterable[str], present: Iterable[str]) -> Mapping[str, str]:
-    """For each operation that a graph lacks the one of ``present`` whose name is most like it, if any is."""
-    import difflib
+def kinds_of(hits: Iterable[Hit]) -> list[tuple[Hit, tuple[int, ...], int]]:
+    """(first hit, layers, number of places) of each group of hits of one rule from the same lines of the source."""
+    groups: dict[tuple[object, ...], list[Hit]] = {}
+    for hit in hits:
+        groups.setdefault((hit.rule, hit.lines, _NUMBERS.sub("#", hit.module_path)), []).append(hit)
+    return [(members[0], _layers(members), len(members)) for members in groups.values()]
 
-    have = sorted(present)
-    found = ((name, difflib.get_close_matches(name, have, n=1, cutoff=0.6)) for name in missing)
-    return {name: close[0] for name, close in found if close}
+
+def _layers(members: Iterable[Hit | Miss]) -> tuple[int, ...]:
+    return tuple(sorted({m.layer for m in members if m.layer is not None}))
+
+
+def source_text(node: fx.Node) -> str:
+    """The user's line of code that ``node`` comes from, empty when it is not known."""
+    return str(node.meta.get("source_text") or "").strip()

@@ -51,7 +51,7 @@ Check = Callable[[Match, Context], Refusal | None]
 Rewrite = Callable[[Match, Context], None]
 
 NEVER = 1_000
-"""As `Rule.near`: no failed match of the rule is worth a report."""
+"""As `Rule.near`: no failed match of the rule is worth a report, unless it has the operation of the core."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Rule:
     ``equation`` says what becomes what; ``kernel`` names the device op (empty for a lift into the dialect).
     ``near`` is the number of matched operations from which a failed match is reported as a miss. ``core`` is the part
     of the pattern that makes the formula recognisable; where it matches outside of any match of the rule, what
-    should follow it is missing, and that is a miss too.
+    should follow it is missing, and that is a miss too. With `NEVER`, an attempt that has the core's operation is near.
     """
 
     name: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any as Anything
 
 import torch
@@ -20,10 +20,11 @@ CASTS = ("aten._to_copy", "aten.to")
 class Stop:
     """The furthest point of an attempt.
 
-    ``matched`` of ``total`` operations of the pattern were found (``total`` counts the longest form). At ``node``,
-    an operand of ``user``, one of ``wanted`` was expected and ``value`` was there. ``kind`` is one of "operation",
-    "constant", "operand" (another value where the same was expected), "value", "argument", "order" and "missing".
-    ``text`` says what was found where the value alone does not. Nothing is put into words before it is asked for.
+    ``matched`` of ``total`` operations of the pattern were found (``total``: of its shortest form, or what was found and
+    one more). At ``node``, an operand of ``user``, one of ``wanted`` was expected and ``value`` was there. ``kind`` is
+    one of "operation", "constant", "operand" (another value where the same was expected), "value", "argument", "order"
+    and "missing". ``text`` says what was found where the value alone does not. ``nodes`` are those that matched,
+    ``reach`` is their number with what was looked through. Nothing is put into words before it is asked for.
     """
 
     matched: int
@@ -35,7 +36,7 @@ class Stop:
     value: Anything = None
     text: str = ""
     reach: int = 0
-    names: tuple[str, ...] = field(default=())
+    nodes: tuple[fx.Node, ...] = ()
 
     @property
     def expected(self) -> str:
@@ -63,7 +64,7 @@ class Stop:
 
 
 def size_of(p: Pattern) -> int:
-    """Operations of a pattern; of alternatives the longest, of a part that is used twice one."""
+    """Operations of a pattern's shortest form, a part that is used twice counted once."""
     return _size(p, set())
 
 
@@ -79,11 +80,11 @@ def _size(p: Pattern, seen: set[int]) -> int:
         case Through():
             return _size(p.inner, seen)
         case Alt():
-            best, kept = 0, seen
+            sized = []
             for option in p.options:
                 mine = set(seen)
-                if (count := _size(option, mine)) > best:
-                    best, kept = count, mine
+                sized.append((_size(option, mine), mine))
+            best, kept = min(sized, key=lambda s: s[0])
             seen |= kept
             return best
     return 0

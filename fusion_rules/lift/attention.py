@@ -17,15 +17,17 @@ from cannopy.fx_passes.graph import aten, dtype, shape
 _products = op(aten.matmul.default, Any("q"), op(aten.permute.default, Any("k"), Literal([0, 1, 3, 2])))
 _scaled = op(aten.mul.Tensor, _products, Number("scale"), name="scaled")
 
+WEIGHTS = op(
+    aten._softmax.default,
+    Through(Alt((op(aten.add.Tensor, _scaled, Any("mask")), _scaled)), over=CAST),
+    Literal(-1),
+    Literal(False),
+)
+
 PATTERN = op(
     aten.matmul.default,
     Through(
-        op(
-            aten._softmax.default,
-            Through(Alt((op(aten.add.Tensor, _scaled, Any("mask")), _scaled)), over=CAST),
-            Literal(-1),
-            Literal(False),
-        ),
+        WEIGHTS,
         over=CAST,
         name="weights",
     ),
@@ -65,4 +67,5 @@ RULE = Rule(
     check=check,
     rewrite=rewrite,
     near=3,
+    core=WEIGHTS,
 )

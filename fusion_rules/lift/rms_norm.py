@@ -83,6 +83,7 @@ RULES = tuple(
         check=check,
         rewrite=rewrite,
         near=4,
+        core=NORMED,
     )
     for pattern in (GAMMA_FIRST, ROUNDED_FIRST)
 )

@@ -27,21 +27,23 @@ def _times(a: Op, b: str) -> Op:
 
 FIRST, SECOND = _part("x", "first"), _part("x", "second")
 
+DIFFERENCE = op(aten.sub.Tensor, _times(FIRST, "cos"), _times(SECOND, "sin"))
 PAIRS = op(
     aten.cat.default,
     Items((
-        op(aten.sub.Tensor, _times(FIRST, "cos"), _times(SECOND, "sin")),
+        DIFFERENCE,
         op(aten.add.Tensor, _times(SECOND, "cos"), _times(FIRST, "sin"), commutative=True),
     )),
     Number("dim"),
 )
 
+TURNED = op(aten.cat.default, Items((op(aten.neg.default, SECOND), FIRST)), Number("dim"))
 ROTATE_HALF = op(
     aten.add.Tensor,
     op(aten.mul.Tensor, Any("x"), Any("cos"), commutative=True),
     op(
         aten.mul.Tensor,
-        op(aten.cat.default, Items((op(aten.neg.default, SECOND), FIRST)), Number("dim")),
+        TURNED,
         Any("sin"),
         commutative=True,
     ),
@@ -123,6 +125,7 @@ RULES = (
         check=check_pairs,
         rewrite=rewrite_pairs,
         near=6,
+        core=DIFFERENCE,
     ),
     Rule(
         name="lift_rotary_half",
@@ -131,5 +134,6 @@ RULES = (
         check=check_rotate_half,
         rewrite=rewrite_rotate_half,
         near=5,
+        core=TURNED,
     ),
 )

@@ -6,7 +6,7 @@ from cannopy.fusion_rules.engine.rule import Rule
 from cannopy.fusion_rules.lift import attention as lift_attention
 from cannopy.fusion_rules.lift import rms_norm as lift_rms_norm
 from cannopy.fusion_rules.lift import rotary as lift_rotary
-from cannopy.fusion_rules.lower import add_rms_norm, rms_norm, rotary_mul
+from cannopy.fusion_rules.lower import add_rms_norm, interleave_rope, rms_norm, rotary_mul
 from cannopy.fusion_rules.rewrite import (
     mla_prolog,
     moe_experts,
@@ -30,7 +30,7 @@ REWRITE: tuple[Rule, ...] = (
 """Composites to fused ops. The MLA prolog needs the sparse attention to read its caches; the experts read the ids of
 the fused router, and their own gate and up products are theirs before `swiglu` looks for pairs of linears."""
 
-LOWER: tuple[Rule, ...] = (add_rms_norm.RULE, rms_norm.RULE, rotary_mul.RULE)
+LOWER: tuple[Rule, ...] = (add_rms_norm.RULE, rms_norm.RULE, rotary_mul.RULE, interleave_rope.RULE)
 """Dialect ops to single device ops; the residual form of the norm comes before the plain one."""
 
 

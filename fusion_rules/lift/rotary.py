@@ -2,6 +2,7 @@
 
 Interleaved (DeepSeek MLA):  cat(x₀·c − x₁·s, x₁·c + x₀·s) with x₀, x₁ the even and odd elements.
 Half split (Llama, V3.2 indexer):  x·cos + cat(−x₂, x₁)·sin with x₁, x₂ the halves, cos = cat(c, c).
+Half split of a tensor whose pairs were taken apart before (DeepSeek MLA in transformers before 5.14) is interleaved.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import torch
 from torch import fx
 
 from cannopy.fusion_rules.engine.match import Match
-from cannopy.fusion_rules.engine.pattern import Any, Items, Number, Op, op
-from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
+from cannopy.fusion_rules.engine.pattern import Any, Items, Literal, Number, Op, op
+from cannopy.fusion_rules.engine.rule import NEVER, Context, Refusal, Rule
 from cannopy.fusion_rules.lift.halves import half_of
 from cannopy.fx_passes.graph import aten, shape
 
@@ -117,6 +118,33 @@ def rewrite_rotate_half(match: Match, ctx: Context) -> None:
     _emit(match, ctx, cos, sin)
 
 
+def check_apart(match: Match, ctx: Context) -> Refusal | None:
+    """[…, D/2, 2] became [2, D/2]: the even elements are the first half, the odd ones the second."""
+    size, pairs = shape(match.anchor), shape(match["pairs"])
+    rank = len(size)
+    if size[-1] % 2 or pairs != (*size[:-1], size[-1] // 2, 2) or match["dims"] != [*range(rank - 1), rank, rank - 1]:
+        return Refusal(f"the rotated tensor is a permutation {match['dims']} of {list(pairs)}, not its pairs apart",
+                       match.anchor)
+    return None
+
+
+def rewrite_apart(match: Match, ctx: Context) -> None:
+    """The interleaved form of the op takes the pairs as they are."""
+    x = ctx.editor.reshape(match["whole"], shape(match.anchor))
+    ctx.editor.replace(
+        match.anchor, ctx.editor.call(torch.ops.cannopy.rotary.default, x, match["cos"], match["sin"], True)
+    )
+
+
+APART = op(
+    "cannopy::rotary",
+    op(aten.reshape.default, op(aten.permute.default, op(aten.reshape.default, Any("whole"), Any(), name="pairs"),
+                                Any("dims")), Any()),
+    Any("cos"),
+    Any("sin"),
+    Literal(False),
+)
+
 RULES = (
     Rule(
         name="lift_rotary",
@@ -135,5 +163,13 @@ RULES = (
         rewrite=rewrite_rotate_half,
         near=5,
         core=TURNED,
+    ),
+    Rule(
+        name="lift_rotary_apart",
+        equation="rotary(pairs of x apart, c, s)  →  rotary(x, c, s, interleaved)",
+        pattern=APART,
+        check=check_apart,
+        rewrite=rewrite_apart,
+        near=NEVER,
     ),
 )

@@ -2,7 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import fx
+
+
+def settle(users: Iterable[fx.Node]) -> int:
+    """Bring in front of each of ``users`` the operands that stand behind it; the number of nodes moved.
+
+    As `sort` when only the operands of ``users`` may be out of place, without looking at the rest of the graph.
+    A cycle raises ValueError with the nodes in it.
+    """
+    moved = 0
+    for user in sorted({node for node in users if not node._erased}):
+        open_nodes = {user}
+        stack = [(user, iter(user.all_input_nodes))]
+        while stack:
+            node, operands = stack[-1]
+            behind = next((i for i in operands if not i < user), None)
+            if behind is None:
+                stack.pop()
+                open_nodes.discard(node)
+                if node is not user:
+                    user.prepend(node)
+                    moved += 1
+            elif behind in open_nodes:
+                raise ValueError(f"the graph has a cycle through {behind.name} and {node.name}")
+            else:
+                open_nodes.add(behind)
+                stack.append((behind, iter(behind.all_input_nodes)))
+    return moved
 
 
 def sort(graph: fx.Graph) -> int:

@@ -77,13 +77,17 @@ class WeightEntry:
 
 @dataclass
 class Program:
-    """A graph on its way from capture to emission."""
+    """A graph on its way from capture to emission.
+
+    ``normal_form`` belongs to `normalise`: what it knows of the graph since it ran last.
+    """
 
     gm: fx.GraphModule
     inputs: list[InputSpec]
     output: OutputSpec
     weights: list[WeightEntry] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
+    normal_form: Any = field(default=None, repr=False, compare=False)
 
     def spec(self, name: str) -> InputSpec:
         """The binding of placeholder ``name``; KeyError if there is none."""

@@ -41,4 +41,4 @@ class Snapshot:
         program.gm.meta.clear()
         program.gm.meta.update(self._meta)
         program.inputs, program.weights, program.facts = self._inputs, self._weights, self._facts
-        program.output = self._output
+        program.output, program.normal_form = self._output, None

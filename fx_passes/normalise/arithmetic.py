@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from cannopy.fx_passes.graph import Editor, aten, dtype, is_call, shape
+from cannopy.fx_passes.normalise.worklist import Step, once
 from cannopy.fx_passes.program import Program
 
 SCALAR_OVERLOADS = {
@@ -26,18 +27,24 @@ INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 def run(program: Program) -> int:
     """Use one spelling per formula."""
-    editor = Editor(program.gm)
-    changes = 0
-    for node in list(editor.graph.nodes):
-        if node.op != "call_function":
-            continue
-        changes += _tensor_overload(node)
-        replacement = _respelled(editor, node)
-        if replacement is not None:
-            editor.replace(node, replacement)
-            changes += 1
-    editor.sweep()
+    return once(program, STEP)
+
+
+def _visit(program: Program, editor: Editor, node: fx.Node) -> int:
+    changes = _tensor_overload(node)
+    replacement = _respelled(editor, node)
+    if replacement is not None:
+        editor.replace(node, replacement)
+        changes += 1
     return changes
+
+
+STEP = Step(
+    "arithmetic",
+    frozenset({*SCALAR_OVERLOADS, aten.mul.Tensor, aten.add.Tensor, aten.pow.Tensor_Scalar, aten.square.default,
+               aten.reciprocal.default}),
+    _visit,
+)
 
 
 def _tensor_overload(node: fx.Node) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 from cannopy.fx_passes.graph import Editor, aten, dtype, is_call, shape
+from cannopy.fx_passes.normalise.worklist import Step, once
 from cannopy.fx_passes.program import Program
 
 _WIDER: dict[torch.dtype, frozenset[torch.dtype]] = {
@@ -28,19 +29,22 @@ LARGEST_INT32 = 2**31 - 1
 
 def run(program: Program) -> int:
     """Shorten chains of casts whose middle changes no value."""
-    editor = Editor(program.gm)
-    changes = 0
-    for node in list(editor.graph.nodes):
-        if not _is_cast(node) or not _is_cast(node.args[0]):
-            continue
-        middle = node.args[0]
-        source = middle.args[0]
-        if _keeps_values(source, dtype(middle)):
-            with editor.before(node):
-                editor.replace(node, _cast(editor, source, dtype(node)))
-            changes += 1
-    editor.sweep()
-    return changes
+    return once(program, STEP)
+
+
+def _visit(program: Program, editor: Editor, node: fx.Node) -> int:
+    if not _is_cast(node) or not _is_cast(node.args[0]):
+        return 0
+    middle = cast(fx.Node, node.args[0])
+    source = cast(fx.Node, middle.args[0])
+    if not _keeps_values(source, dtype(middle)):
+        return 0
+    with editor.before(node):
+        editor.replace(node, _cast(editor, source, dtype(node)))
+    return 1
+
+
+STEP = Step("casts", frozenset({aten._to_copy.default}), _visit)
 
 
 def _is_cast(value: Any) -> bool:

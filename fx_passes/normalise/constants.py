@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from cannopy.fx_passes.graph import Editor, aten, dtype, is_call, shape
+from cannopy.fx_passes.normalise.worklist import Step, once
 from cannopy.fx_passes.program import Program
 
 FIXED: dict[Any, int] = {
@@ -29,20 +30,22 @@ GIVEN: dict[Any, int] = {
 
 def run(program: Program) -> int:
     """Use one spelling for tensors that hold one number."""
-    editor = Editor(program.gm)
-    changes = 0
-    for node in list(editor.graph.nodes):
-        value = constant(node)
-        if value is None:
-            continue
-        size, options = list(shape(node)), {"dtype": dtype(node), "device": node.meta["val"].device}
-        if node.target is aten.full.default and node.args == (size, value) and dict(node.kwargs) == options:
-            continue
-        with editor.before(node):
-            editor.replace(node, editor.call(aten.full.default, size, value, **options))
-        changes += 1
-    editor.sweep()
-    return changes
+    return once(program, STEP)
+
+
+def _visit(program: Program, editor: Editor, node: fx.Node) -> int:
+    value = constant(node)
+    if value is None:
+        return 0
+    size, options = list(shape(node)), {"dtype": dtype(node), "device": node.meta["val"].device}
+    if node.target is aten.full.default and node.args == (size, value) and dict(node.kwargs) == options:
+        return 0
+    with editor.before(node):
+        editor.replace(node, editor.call(aten.full.default, size, value, **options))
+    return 1
+
+
+STEP = Step("constants", frozenset({*FIXED, *GIVEN}), _visit)
 
 
 def constant(node: Any) -> bool | int | float | None:

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from cannopy.fx_passes.graph import Editor, aten, dtype, is_call, shape
+from cannopy.fx_passes.normalise.worklist import Step, once
 from cannopy.fx_passes.program import Program
 
 SORTS = (aten.sort.default, aten.sort.stable)
@@ -37,17 +38,18 @@ COMPARES = {
 
 def run(program: Program) -> int:
     """Rewrite what the bounds of indices decide."""
-    editor = Editor(program.gm)
-    changes = 0
-    for node in list(editor.graph.nodes):
-        if is_call(node, aten.masked_fill.Scalar, aten.masked_fill.Tensor):
-            changes += _unmasked(editor, node)
-        elif is_call(node, aten.clamp.default):
-            changes += _unclamped(editor, node)
-        elif is_call(node, aten.index.Tensor):
-            changes += _index(editor, node)
-    editor.sweep()
-    return changes
+    return once(program, STEP)
+
+
+def _visit(program: Program, editor: Editor, node: fx.Node) -> int:
+    if is_call(node, aten.clamp.default):
+        return _unclamped(editor, node)
+    return _index(editor, node) if is_call(node, aten.index.Tensor) else _unmasked(editor, node)
+
+
+INDEXED = frozenset({aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.clamp.default, aten.index.Tensor})
+STEP = Step("indices", INDEXED, _visit, far=INDEXED)
+"""The bounds of an index may come from any distance."""
 
 
 def largest(node: object) -> int | None:

@@ -8,22 +8,24 @@ from typing import Any, cast
 from torch import fx
 
 from cannopy.fx_passes.graph import Editor, aten, is_call, shape
+from cannopy.fx_passes.normalise.worklist import Step, once
 from cannopy.fx_passes.program import Program
 
 
 def run(program: Program) -> int:
     """Recover linear layers and batched matrix products from their decomposed forms."""
-    editor = Editor(program.gm)
-    changes = 0
-    for node in list(editor.graph.nodes):
-        if is_call(node, aten.mm.default):
-            changes += _linear(editor, node, node.args[0], node.args[1], None)
-        elif is_call(node, aten.addmm.default) and not node.kwargs:
-            changes += _linear(editor, node, node.args[1], node.args[2], node.args[0])
-        elif is_call(node, aten.bmm.default):
-            changes += _matmul(editor, node)
-    editor.sweep()
-    return changes
+    return once(program, STEP)
+
+
+def _visit(program: Program, editor: Editor, node: fx.Node) -> int:
+    if is_call(node, aten.mm.default):
+        return _linear(editor, node, node.args[0], node.args[1], None)
+    if is_call(node, aten.addmm.default):
+        return 0 if node.kwargs else _linear(editor, node, node.args[1], node.args[2], node.args[0])
+    return _matmul(editor, node)
+
+
+STEP = Step("linears", frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default}), _visit)
 
 
 def _linear(editor: Editor, node: fx.Node, x: Any, weight_t: Any, bias: Any) -> int:

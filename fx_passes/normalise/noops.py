@@ -11,6 +11,7 @@ from torch import fx
 
 from cannopy.fx_passes import alias
 from cannopy.fx_passes.graph import Editor, aten, dtype, is_call, shape
+from cannopy.fx_passes.normalise.worklist import Step, once
 from cannopy.fx_passes.program import Program
 
 COPIES = (aten.clone.default, aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
@@ -21,22 +22,30 @@ PLUS = (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor)
 
 def run(program: Program) -> int:
     """Remove operations that return their input's value in the same shape and dtype."""
-    editor = Editor(program.gm)
-    changes = 0
-    for node in list(editor.graph.nodes):
-        source = _passed_through(node)
-        if source is not None:
-            editor.replace(node, source)
-            _erase(editor, node)
-            changes += 1
-        elif is_call(node, aten.expand.default):
-            changes += _explicit_expand(node)
-        elif is_call(node, aten._to_copy.default):
-            changes += _plain_cast(editor, node)
-        elif is_call(node, aten.copy.default):
-            changes += _functional_copy(editor, node)
-    editor.sweep()
-    return changes
+    return once(program, STEP)
+
+
+def _visit(program: Program, editor: Editor, node: fx.Node) -> int:
+    source = _passed_through(node)
+    if source is not None:
+        editor.replace(node, source)
+        _erase(editor, node)
+        return 1
+    if is_call(node, aten.expand.default):
+        return _explicit_expand(node)
+    if is_call(node, aten._to_copy.default):
+        return _plain_cast(editor, node)
+    return _functional_copy(editor, node) if is_call(node, aten.copy.default) else 0
+
+
+STEP = Step(
+    "noops",
+    frozenset({*COPIES, *CASTS, *TIMES, *PLUS, aten.expand.default, aten.contiguous.default, aten.cat.default,
+               aten.dropout.default, aten.copy.default, operator.getitem}),
+    _visit,
+    far=frozenset({*COPIES, *CASTS, aten.contiguous.default}),
+)
+"""Whether a copy saves an input's old value depends on who reads it, however far behind views."""
 
 
 def _erase(editor: Editor, node: fx.Node) -> None:

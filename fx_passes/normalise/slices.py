@@ -11,6 +11,7 @@ from typing import Any, cast
 from torch import fx
 
 from cannopy.fx_passes.graph import Editor, aten, dtype, is_call, shape
+from cannopy.fx_passes.normalise.worklist import Step, once
 from cannopy.fx_passes.program import Program
 
 SPLITS = (aten.split_with_sizes.default, aten.split.Tensor, aten.split.sizes, aten.chunk.default)
@@ -18,21 +19,25 @@ SPLITS = (aten.split_with_sizes.default, aten.split.Tensor, aten.split.sizes, at
 
 def run(program: Program) -> int:
     """Rewrite every way of taking or joining parts of a tensor along one dim."""
-    editor = Editor(program.gm)
-    changes = 0
-    for node in list(editor.graph.nodes):
-        if is_call(node, operator.getitem) and is_call(node.args[0], *SPLITS):
-            changes += _part(editor, node)
-        elif is_call(node, aten.slice.Tensor):
-            changes += _explicit(editor, node) or _behind_scatter(editor, node)
-        elif is_call(node, aten.select_scatter.default):
-            changes += _selected(editor, node)
-        elif is_call(node, aten.slice_scatter.default):
-            changes += _joined(editor, node)
-        elif is_call(node, aten.cat.default):
-            changes += _cat(node)
-    editor.sweep()
-    return changes
+    return once(program, STEP)
+
+
+def _visit(program: Program, editor: Editor, node: fx.Node) -> int:
+    if is_call(node, operator.getitem):
+        return _part(editor, node) if is_call(node.args[0], *SPLITS) else 0
+    if is_call(node, aten.slice.Tensor):
+        return _explicit(editor, node) or _behind_scatter(editor, node)
+    if is_call(node, aten.select_scatter.default):
+        return _selected(editor, node)
+    return _joined(editor, node) if is_call(node, aten.slice_scatter.default) else _cat(node)
+
+
+STEP = Step(
+    "slices",
+    frozenset({operator.getitem, aten.slice.Tensor, aten.select_scatter.default, aten.slice_scatter.default,
+               aten.cat.default}),
+    _visit,
+)
 
 
 def _part(editor: Editor, node: fx.Node) -> int:

@@ -8,6 +8,7 @@ from typing import cast
 from torch import fx
 
 from cannopy.fx_passes.graph import Editor, aten, is_call, shape
+from cannopy.fx_passes.normalise.worklist import Step, once
 from cannopy.fx_passes.program import Program
 
 RESHAPES = (
@@ -24,15 +25,14 @@ TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
 
 def run(program: Program) -> int:
     """Rewrite every shape operation; a reshape of a reshape becomes one, one to the same shape disappears."""
-    editor = Editor(program.gm)
-    changes = 0
-    for node in list(editor.graph.nodes):
-        if is_call(node, *RESHAPES):
-            changes += _reshape(editor, node)
-        elif is_call(node, *TRANSPOSES):
-            changes += _permute(editor, node)
-    editor.sweep()
-    return changes
+    return once(program, STEP)
+
+
+def _visit(program: Program, editor: Editor, node: fx.Node) -> int:
+    return _reshape(editor, node) if is_call(node, *RESHAPES) else _permute(editor, node)
+
+
+STEP = Step("views", frozenset({*RESHAPES, *TRANSPOSES}), _visit)
 
 
 def _reshape(editor: Editor, node: fx.Node) -> int:

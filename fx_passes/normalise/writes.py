@@ -11,6 +11,7 @@ from torch import fx
 from cannopy.fx_passes.graph import Editor, aten, dtype, is_call, shape
 from cannopy.fx_passes.normalise.constants import constant
 from cannopy.fx_passes.normalise.slices import scatter_bounds
+from cannopy.fx_passes.normalise.worklist import Step, once
 from cannopy.fx_passes.program import Program
 
 NONNEGATIVE = "nonnegative"
@@ -21,15 +22,18 @@ INTEGERS = (torch.int64, torch.int32)
 
 def run(program: Program) -> int:
     """Give cache writes one spelling."""
-    editor = Editor(program.gm)
-    changes = 0
-    for node in list(editor.graph.nodes):
-        if is_call(node, aten.index_put.default):
-            changes += _index_put(program, editor, node)
-        elif is_call(node, aten.slice_scatter.default):
-            changes += _slice_scatter(editor, node)
-    editor.sweep()
-    return changes
+    return once(program, STEP)
+
+
+def _visit(program: Program, editor: Editor, node: fx.Node) -> int:
+    if is_call(node, aten.index_put.default):
+        return _index_put(program, editor, node)
+    return _slice_scatter(editor, node)
+
+
+WRITES = frozenset({aten.index_put.default, aten.slice_scatter.default})
+STEP = Step("writes", WRITES, _visit, far=WRITES)
+"""Whether the value is written back depends on its users, whether an index can be negative on all behind it."""
 
 
 def _written_back(node: fx.Node, base: Any) -> bool:

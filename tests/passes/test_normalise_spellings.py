@@ -191,6 +191,7 @@ def test_index_of_topk_is_not_cast():
 
 
 def test_no_fixed_point_is_an_error(monkeypatch):
-    monkeypatch.setattr(normalise, "PIPELINE", (("restless", lambda program: 1),))
+    restless = normalise.Step("restless", None, lambda program, editor, node: 1)
+    monkeypatch.setattr(normalise, "PIPELINE", (restless,))
     with pytest.raises(normalise.NoFixedPointError, match=r"restless \(1\)"):
         normalise.run(built(lambda c, x: c(aten.neg.default, x), F32))

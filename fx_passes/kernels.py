@@ -15,7 +15,7 @@ RENAMES = (operator.getitem, aten.reshape.default, aten.copy_.default)
 
 def by_layer(graph: fx.Graph) -> dict[int | None, dict[str, int]]:
     """{layer index, None outside of layers: {operation: number of kernels}} in layer order."""
-    folded = _constants(graph)
+    folded = folded(graph)
     found: dict[int | None, Counter[str]] = {}
     for node in graph.nodes:
         if node.op == "call_function" and node not in folded and not is_call(node, *RENAMES):
@@ -25,7 +25,7 @@ def by_layer(graph: fx.Graph) -> dict[int | None, dict[str, int]]:
     return {layer: dict(sorted(found[layer].items())) for layer in order}
 
 
-def _constants(graph: fx.Graph) -> set[fx.Node]:
+def folded(graph: fx.Graph) -> set[fx.Node]:
     """Calls that depend on no input of the graph; GE computes them once when it compiles."""
     constant: set[fx.Node] = set()
     for node in graph.nodes:

@@ -31,13 +31,14 @@ def _mla_absorbed(b: Builder, s: Scene, x: str) -> str:
         x = b.call("prolog_quant", "dynamic_quant", x, rows=T, width=s.model.hidden)
     prolog = b.call(
         "mla_prolog", "mla_prolog", x, tokens=T, hidden=s.model.hidden, q_rank=a.q_rank, heads=s.heads, rank=a.rank,
-        rope=a.rope, nope=a.nope, down_bytes=s.quant.bytes_of("q_a", s.model), up_bytes=s.quant.bytes_of("q_b", s.model),
-        uk_bytes=2, cache_bytes=cache_bytes(s),
+        rope=a.rope, nope=a.nope, down_bytes=s.quant.bytes_of("q_a", s.model),
+        up_bytes=s.quant.bytes_of("q_b", s.model), uk_bytes=2, cache_bytes=cache_bytes(s),
     )
     sizes = {"batch": s.load.sequences, "q_tokens": s.load.q_tokens, "heads": s.heads, "rank": a.rank, "rope": a.rope,
              "context": s.load.context, "cache_bytes": cache_bytes(s)}
     if a.indexer is None:
-        out = b.call("attention", "fused_infer_attention_mla", prolog, **sizes)
+        int8 = s.quant.cache == "int8"
+        out = b.call("attention", f"fused_infer_attention_mla{'_int8' * int8}", prolog, **sizes)
     else:
         picked = _indexer(b, s, x, prolog)
         out = b.call("sparse_attention", "sparse_flash_attention", prolog, picked, selected=a.indexer.selected, **sizes)
@@ -67,7 +68,8 @@ def _indexer(b: Builder, s: Scene, x: str, prolog: str) -> str:
         k = _hadamard(b, "indexer_k", k, T, i.dim)
         deps.append(b.call("indexer_scale_write", "cache_update", k, rows=T, width=1, bytes=2))
     deps.append(b.call("indexer_key_write", "cache_update", k, rows=T, width=i.dim, bytes=1 if int8 else 2))
-    return b.call("lightning_indexer", "lightning_indexer", q, weights, *deps, batch=s.load.sequences,
+    kernel = f"lightning_indexer{'_int8' * int8}"
+    return b.call("lightning_indexer", kernel, q, weights, *deps, batch=s.load.sequences,
                   q_tokens=s.load.q_tokens, context=s.load.context, heads=i.heads, dim=i.dim, selected=i.selected,
                   key_bytes=1 if int8 else 2)
 

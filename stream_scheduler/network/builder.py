@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from cannopy.stream_scheduler.network.model import Model
@@ -60,16 +60,21 @@ class Builder:
     _stream: str = MAIN
     _cores: tuple[int, int] | None = None
 
-    def call(self, label: str, kernel: str, *deps: str, cube_only: bool = False, weight: str | None = None,
-             **sizes: float) -> str:
-        """Add one kernel that needs the results of ``deps``; returns its name. ``weight``: name of the memory that it
-        reads, by default its own."""
+    def call(self, label: str, kernel: str, *deps: str, **sizes: float) -> str:
+        """Add one kernel that needs the results of ``deps`` (empty names are none); returns its name."""
+        return self._add(label, kernel, deps, False, sizes)
+
+    def call_int32(self, label: str, kernel: str, *deps: str, **sizes: float) -> str:
+        """As `call`, for an int8 product that leaves int32 to the next kernel and takes no vector cores."""
+        return self._add(label, kernel, deps, True, sizes)
+
+    def _add(self, label: str, kernel: str, deps: tuple[str, ...], cube_only: bool, sizes: Mapping[str, float]) -> str:
         name = self._unique(f"{self._prefix}{label}")
         load = self.pricing.price(kernel, cube_only, **sizes)
         amount = load.work.weight_bytes
-        weights = (Weight(weight or name, amount),) if amount else ()
-        self.tasks.append(Task(name, load, self._stream, tuple(d for d in deps if d), self._cores, weights,
-                               label=label, layer=self._layer))
+        weights = (Weight(name, amount),) if amount else ()
+        self.tasks.append(Task(name, load, self._stream, tuple(filter(None, deps)), self._cores, weights, label=label,
+                               layer=self._layer))
         return name
 
     def _unique(self, name: str) -> str:
@@ -119,10 +124,12 @@ class Builder:
 
 
 def linear(b: Builder, scene: Scene, label: str, matrix: str, x: str, m: float, k: float, n: float, *,
-           quantised: bool = False, cube_only: bool = False) -> str:
-    """x[m, k] @ W[k, n]; an int8 matrix quantises its input per token first unless it is ``quantised`` already."""
+           quantised: bool = False, int32: bool = False) -> str:
+    """x[m, k] @ W[k, n]; an int8 matrix quantises its input per token first unless it is ``quantised`` already.
+    ``int32``: dequantisation is left to the next kernel."""
     if not scene.is_int8(matrix):
         return b.call(label, "bf16_matmul", x, m=m, k=k, n=n)
     if not quantised:
         x = b.call(f"{label}_quant", "dynamic_quant", x, rows=m, width=k)
-    return b.call(label, "int8_matmul", x, m=m, k=k, n=n, cube_only=cube_only)
+    call = b.call_int32 if int32 else b.call
+    return call(label, "int8_matmul", x, m=m, k=k, n=n)

@@ -11,7 +11,7 @@ _GROUPED = {"bf16": "grouped_matmul_bf16", "int8": "grouped_matmul_int8", "int4"
 def gated(b: Builder, s: Scene, label: str, matrix: str, x: str, m: float, width: float) -> str:
     """down(silu(gate(x)) · up(x)) with merged gate and up; int8 leaves the first product in int32."""
     hidden = s.model.hidden
-    up = linear(b, s, f"{label}_gate_up", matrix, x, m, hidden, 2 * width, cube_only=True)
+    up = linear(b, s, f"{label}_gate_up", matrix, x, m, hidden, 2 * width, int32=True)
     act = activation(b, s, label, matrix, up, m, width)
     return linear(b, s, f"{label}_down", matrix, act, m, width, hidden, quantised=True)
 
@@ -69,7 +69,7 @@ def _spread(b: Builder, s: Scene, x: str, picked: str) -> str:
         sent = b.call("experts_quant", "dynamic_quant", sent, rows=rows, width=hidden)
     sizes = {"tokens": s.group_tokens, "top_k": e.top_k, "experts": e.targets, "local_experts": e.experts / ep}
     kernel = _GROUPED[s.dtype("experts")]
-    up = b.call("experts_gate_up", kernel, sent, k=hidden, n=2 * e.width, cube_only=True, **sizes)
+    up = (b.call_int32 if int8 else b.call)("experts_gate_up", kernel, sent, k=hidden, n=2 * e.width, **sizes)
     shared = _shared_act(b, s, shared, sent)
     act = activation(b, s, "experts", "experts", up, rows, e.width)
     out = b.call("experts_down", kernel, act, k=e.width, n=hidden, **sizes)
@@ -96,7 +96,7 @@ def _shared_up(b: Builder, s: Scene, x: str, picked: str) -> str:
     with b.stream("shared"):
         if s.is_int8("shared"):
             x = b.call("shared_gate_up_quant", "dynamic_quant", x, b.order(picked), rows=s.tokens, width=s.model.hidden)
-            return b.call("shared_gate_up", "int8_matmul", x, m=s.tokens, k=s.model.hidden, n=2 * width, cube_only=True)
+            return b.call_int32("shared_gate_up", "int8_matmul", x, m=s.tokens, k=s.model.hidden, n=2 * width)
         return b.call("shared_gate_up", "bf16_matmul", x, b.order(picked), m=s.tokens, k=s.model.hidden, n=2 * width)
 
 
@@ -117,7 +117,7 @@ def _shared_down(b: Builder, s: Scene, act: str, up: str) -> str:
 
 
 def _cut(b: Builder, s: Scene, x: str, picked: str) -> str:
-    """Every expert cut in width over ``moe_tp`` dies that hold the same tokens: routing, grouped matmuls, all-reduce."""
+    """Every expert cut in width over ``moe_tp`` dies that hold the same tokens, whose sums are all-reduced."""
     e, T, hidden, tp = _experts(s), s.tokens, s.model.hidden, s.parallel.moe_tp
     sent = _route(b, s, x, picked)
     rows = max(1.0, T * e.top_k * e.experts / e.targets)
@@ -125,7 +125,8 @@ def _cut(b: Builder, s: Scene, x: str, picked: str) -> str:
         sent = b.call("experts_quant", "dynamic_quant", sent, rows=rows, width=hidden)
     sizes = {"tokens": T, "top_k": e.top_k, "experts": e.targets, "local_experts": e.experts}
     kernel = _GROUPED[s.dtype("experts")]
-    up = b.call("experts_gate_up", kernel, sent, k=hidden, n=2 * e.width / tp, cube_only=True, **sizes)
+    first = b.call_int32 if s.is_int8("experts") else b.call
+    up = first("experts_gate_up", kernel, sent, k=hidden, n=2 * e.width / tp, **sizes)
     act = activation(b, s, "experts", "experts", up, rows, e.width / tp)
     out = b.call("experts_down", kernel, act, k=e.width / tp, n=hidden, **sizes)
     out = b.call("finalize", "moe_finalize_routing", out, tokens=T, top_k=e.top_k, hidden=hidden)

@@ -15,7 +15,7 @@ FAMILIES = ("deepseek", "longcat", "gqa")
 MATRICES = frozenset({"q_a", "q_b", "kv_a", "indexer_q", "qkv", "o_proj", "dense", "shared", "experts"})
 
 
-class UnknownModel(ValueError):
+class UnknownModelError(ValueError):
     """No model has this name; the message has the nearest one."""
 
 
@@ -30,8 +30,11 @@ class Indexer:
 
 @dataclass(frozen=True)
 class Attention:
-    """Sizes of attention. ``kind`` mla: ``q_rank``, latent ``rank``, head dims ``rope``, ``nope`` and ``value``, bytes of
-    an int8 cache row ``cache_row_int8``. ``kind`` gqa: ``kv_heads`` of ``dim``, ``qk_norm`` for RMSNorm of q and k."""
+    """Sizes of attention.
+
+    ``kind`` mla: ``q_rank``, latent ``rank``, head dims ``rope``, ``nope`` and ``value``, bytes of an int8 cache row
+    ``cache_row_int8``. ``kind`` gqa: ``kv_heads`` of ``dim``, ``qk_norm`` for RMSNorm of q and k.
+    """
 
     kind: str
     heads: int
@@ -98,10 +101,10 @@ def model_names() -> tuple[str, ...]:
 
 @cache
 def load_model(name: str) -> Model:
-    """The model called ``name``. `UnknownModel` names the nearest, ValueError what is wrong in a description."""
+    """The model called ``name``. `UnknownModelError` names the nearest, ValueError what is wrong in a description."""
     if name not in model_names():
         close = difflib.get_close_matches(name, model_names(), n=1, cutoff=0.0)
-        raise UnknownModel(f"unknown model {name!r}; did you mean {close[0]!r}? known: {', '.join(model_names())}")
+        raise UnknownModelError(f"unknown model {name!r}; did you mean {close[0]!r}? known: {', '.join(model_names())}")
     text = (files(__package__) / "models" / f"{name}.yaml").read_text(encoding="utf-8")
     return parse_model(name, yaml.safe_load(text))
 

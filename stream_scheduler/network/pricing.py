@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,11 +47,22 @@ class PricedKernel:
                              share=Share(cube_cores=cube or None, vector_cores=vector or None, l2_weights=share))
             skew = self.constants["simulator.rank_skew_us"] if self.kernel in COLLECTIVES else 0.0
             parts = {**found.parts, "launch": found.parts.get("launch", 0.0) + skew}
-            self._profiles[key] = Profile(found.us + skew, found.hbm_bytes, tuple(parts.items()))
+            self._profiles[key] = Profile(found.us + skew, found.hbm_bytes, tuple(parts.items()),
+                                          load_time(found.us, found.parts))
             if "cores" not in self._profiles:
                 used = found.cube_cores * self.fixed_pools[0], found.vector_cores * self.fixed_pools[1]
                 self._profiles["cores"] = used  # type: ignore[assignment]
         return self._profiles[key]
+
+
+def load_time(us: float, parts: Mapping[str, float]) -> float:
+    """How much shorter a kernel would be if HBM took no time: its law is fixed and link terms, the longer of memory
+    and compute, and a share of the shorter one."""
+    memory, compute = parts["hbm"] + parts["l2"], parts["cube"] + parts["vector"]
+    low, high = min(memory, compute), max(memory, compute)
+    shown = (us - parts["launch"] - parts["link"] - high) / low if low else 1.0
+    without = max(parts["l2"], compute) + shown * min(parts["l2"], compute)
+    return max(0.0, high + shown * low - without)
 
 
 @dataclass

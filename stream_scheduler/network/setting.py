@@ -74,7 +74,8 @@ class Parallel:
             name, _, number = part.partition("=")
             if name not in names:
                 close = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
-                raise SettingError(f"no group is called {name!r}; did you mean {close[0]!r}? there are {', '.join(names)}")
+                raise SettingError(f"no group is called {name!r}; did you mean {close[0]!r}? "
+                                   f"there are {', '.join(names)}")
             if not number.isdigit() or int(number) < (name != "dp"):
                 raise SettingError(f"{name} is a number of dies, found {number!r}")
             values[name] = int(number)
@@ -90,7 +91,8 @@ class Parallel:
         """`SettingError` when the groups do not fit each other or the model."""
         heads = model.attention.heads
         if heads % self.attn_tp or (heads // self.attn_tp) % self.o_proj_tp:
-            raise SettingError(f"{heads} heads cannot be divided by attn_tp={self.attn_tp} × o_proj_tp={self.o_proj_tp}")
+            raise SettingError(f"{heads} heads cannot be divided by attn_tp={self.attn_tp} "
+                               f"times o_proj_tp={self.o_proj_tp}")
         if self.attn_tp > 1 and self.o_proj_tp > 1:
             raise SettingError("attn_tp already divides o_proj; leave o_proj_tp out")
         if self.ep > 1 and model.experts is None:

@@ -98,7 +98,7 @@ def _head(b: Builder, s: Scene, x: str) -> str:
         x = b.call("lm_head", "bf16_matmul", x, m=T * tp, k=hidden, n=vocab / tp)
         if tp > 1:
             x = b.call("lm_head_all_to_all", "all_to_all", x, ranks=tp, bytes_per_rank=2 * T * vocab)
-    return b.call("argmax", "reduce", x, rows=T, width=vocab, bytes=2)
+    return b.call("argmax", "reduce", x, rows=T, width=vocab)
 
 
 def _draft(b: Builder, s: Scene, x: str, index: int) -> str:

@@ -16,7 +16,7 @@ from cannopy.stream_scheduler.simulator.l2 import L2
 from cannopy.stream_scheduler.simulator.machine import Machine
 from cannopy.stream_scheduler.simulator.queues import Queues, ScheduleError, arrange
 from cannopy.stream_scheduler.simulator.schedule import Prefetch, Profile, Schedule
-from cannopy.stream_scheduler.simulator.sharing import speeds
+from cannopy.stream_scheduler.simulator.sharing import Reader, speeds
 from cannopy.stream_scheduler.simulator.trace import Interval, PrefetchSpan, Span, Trace
 
 _EPSILON = 1e-9
@@ -145,25 +145,34 @@ class _Run:
         profile = task.load.profile(cube, vector, resident)
         us = profile.us
         if self._inside(i):
-            us -= min(self.machine.saved_us, dict(profile.parts).get("launch", us))
+            us -= min(self.machine.saved_us, profile.part("launch") if profile.parts else us)
         us = max(us, _EPSILON)
         self.running[i] = _Running(profile, us, us, self.now, profile.hbm_bytes / us, resident, self.now)
 
     def _set_speeds(self) -> None:
-        readers = list(self.running.values())
-        core = self.machine.core_hbm_rate
-        demands = [one.demand for one in readers]
-        weights = [core * max(self.queues.cores[i][0], self.queues.cores[i][1] / 2, 1) for i in self.running]
-        if self.fetch is not None:
-            demands.append(self.machine.prefetch_rate)
-            weights.append(self.machine.prefetch_rate)
-        found = speeds(demands, weights, self.machine.hbm_rate)
+        found = self._speeds()
         for (i, one), speed in zip(self.running.items(), found, strict=False):
             if abs(speed - one.speed) > _EPSILON:
                 self._segment(i, one)
                 one.speed = speed
         if self.fetch is not None:
             self.fetch.speed = found[-1]
+
+    def _speeds(self) -> list[float]:
+        """Of the running tasks, then of the prefetch."""
+        if len(self.running) + (self.fetch is not None) < 2:
+            return [1.0] * 2
+        found = []
+        for i, one in self.running.items():
+            cores = max(self.queues.cores[i][0], self.queues.cores[i][1] / 2, 1)
+            load = one.profile.part("hbm")
+            peak = one.profile.hbm_bytes / load if load else 0.0
+            found.append(Reader(one.us, one.profile.hbm_bytes, min(one.profile.load_us, one.us), peak,
+                                self.machine.core_hbm_rate * cores))
+        if self.fetch is not None:
+            rate = self.machine.prefetch_rate
+            found.append(Reader(1.0, rate, 1.0, rate, rate))
+        return speeds(found, self.machine.hbm_rate)
 
     def _segment(self, i: int, one: _Running) -> None:
         """Close the interval in which task ``i`` ran at one speed."""

@@ -32,10 +32,15 @@ class L2:
         return sum(part * _after(oldest, start, end) for start, end, part in self._chunks.get(weight, ()))
 
     def take(self, weight: str) -> float:
-        """As `resident`; ``weight`` counts as read."""
+        """Bytes of ``weight`` that its reader finds; the weight counts as read.
+
+        A line that was pushed out has to be loaded again, which pushes out one that the reader has still to come to:
+        a prefetch that is larger than the capacity loses twice what is over.
+        """
         found = self.resident(weight)
-        self.evicted += sum(part for _, _, part in self._chunks.pop(weight, ())) - found
-        return found
+        lost = sum(part for _, _, part in self._chunks.pop(weight, ())) - found
+        self.evicted += lost
+        return max(0.0, found - lost)
 
 
 def _after(oldest: float, start: float, end: float) -> float:

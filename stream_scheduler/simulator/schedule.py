@@ -19,17 +19,23 @@ class Profile:
     """What one kernel takes on the cores it got, with the machine to itself.
 
     ``us``: duration. ``hbm_bytes``: bytes that it moves over HBM meanwhile. ``parts`` {bound: microseconds}: how long
-    each resource (cube, vector, HBM, L2, link, launch) would keep it busy on its own; the largest is its bound.
+    each resource (cube, vector, hbm, l2, link, launch) would keep it busy on its own; the largest is its bound.
+    ``load_us``: how much shorter it would be if HBM took no time.
     """
 
     us: float
     hbm_bytes: float
     parts: tuple[tuple[str, float], ...]
+    load_us: float = 0.0
 
     @property
     def bound(self) -> str:
         """The resource that keeps the kernel longest; the first of equals."""
         return max(self.parts, key=lambda part: part[1])[0]
+
+    def part(self, name: str) -> float:
+        """Microseconds of one resource."""
+        return next((us for part, us in self.parts if part == name), 0.0)
 
 
 class Load(Protocol):

@@ -20,7 +20,9 @@ class Fixed:
     def profile(self, cube: int, vector: int, resident: float) -> Profile:
         left = self.bytes - resident
         us = self.us * (left / self.bytes) if self.bytes else self.us
-        return Profile(us, left, (("launch", self.start_us), ("hbm" if self.bytes else "cube", us - self.start_us)))
+        load = us - self.start_us
+        return Profile(us, left, (("launch", self.start_us), ("hbm" if self.bytes else "cube", load)),
+                       load if self.bytes else 0.0)
 
 
 def machine(**more: float) -> Machine:

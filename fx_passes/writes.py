@@ -30,6 +30,11 @@ IN_PLACE: Mapping[str, Mapping[int, int]] = {
 """Ops that GE runs in place: output → the argument whose next value it is."""
 THROUGH_VIEWS = ("npu::npu_scatter_nd_update", "npu::scatter_update", "npu::npu_quant_scatter")
 """Ops that torchair also runs in place between two views of the input."""
+MOVES = frozenset({
+    "aten::cat", "aten::clone", "aten::index_copy", "aten::index_put", "aten::scatter.src", "aten::scatter.value",
+    "aten::select_scatter", "aten::slice_scatter", "aten::where.self",
+})
+"""Ops that write all of their result although most of it is as before. What any other op writes is new throughout."""
 VIEWS = (aten.reshape.default, aten.view.default)
 PREFETCH = "npu::npu_prefetch"
 
@@ -48,7 +53,8 @@ class Write:
     """One written input.
 
     ``input`` is its path, ``kind`` its shape and dtype in the graph, ``bytes`` its size. ``op`` is what makes the new
-    value, at ``source``. ``whole`` marks a tensor of one element (a counter): a new value is as cheap as a write.
+    value, at ``source``. ``verdict``: "in place"; "copied", a full copy in every call; "rewritten", the model computes
+    every element anew; "one element", a counter, whose new value is as cheap as a write.
     """
 
     input: str
@@ -59,12 +65,12 @@ class Write:
     source: str
     layer: int | None
     conditions: tuple[Condition, ...]
-    whole: bool = False
+    verdict: str
 
     @property
     def copies(self) -> bool:
         """Whether a full copy of the tensor is made in every call."""
-        return not self.whole and not all(condition.holds for condition in self.conditions)
+        return self.verdict == "copied"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that JSON takes."""
@@ -83,8 +89,7 @@ def text(writes: list[Write]) -> str:
     copied = [w for w in writes if w.copies]
     rows = [f"{len(writes)} inputs written, {len(copied)} of them with a full copy in every call"]
     for write in writes:
-        verdict = "copied" if write.copies else "one element" if write.whole else "in place"
-        rows.append(f"\n{write.input}  {write.kind}  {verdict}")
+        rows.append(f"\n{write.input}  {write.kind}  {write.verdict}")
         rows.append(f"    {write.op}, {write.source}")
         if write.copies:
             rows += [f"    not: {c.name}; {c.found}" for c in write.conditions if not c.holds]
@@ -107,7 +112,16 @@ def _write(copy: fx.Node, spec: InputSpec) -> Write:
     conditions.append(Condition("the caller's tensor is contiguous", _contiguous(spec),
                                 f"strides {list(spec.stride)} for shape {list(spec.shape)}: torchair works on a clone"))
     return Write(spec.source, owner.name, dump.kind(fake), fake.numel() * fake.element_size(), name, where(maker),
-                 maker.meta.get("layer"), tuple(conditions), fake.numel() <= 1)
+                 maker.meta.get("layer"), tuple(conditions), _verdict(fake.numel(), name, conditions))
+
+
+def _verdict(elements: int, op: str, conditions: list[Condition]) -> str:
+    if elements <= 1:
+        return "one element"
+    if all(condition.holds for condition in conditions):
+        return "in place"
+    computes = op not in IN_PLACE and op not in MOVES
+    return "rewritten" if computes and conditions[-1].holds else "copied"
 
 
 def _maker(value: fx.Node) -> tuple[fx.Node, int, int]:

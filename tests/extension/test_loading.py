@@ -62,7 +62,7 @@ def test_files_that_are_refused(tmp_path: Path, text: str, words: str) -> None:
 
 
 def test_a_file_that_is_absent() -> None:
-    with pytest.raises(RuleFileError, match="nowhere.py does not exist"):
+    with pytest.raises(RuleFileError, match=r"nowhere\.py does not exist"):
         load([Path("nowhere.py")])
 
 

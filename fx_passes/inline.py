@@ -62,7 +62,10 @@ def _trace(editor: Editor, node: fx.Node, fn: Callable[..., Any], tensors: list[
         return fn(*args, **kwargs)
 
     with editor.fake_mode, torch.no_grad():
-        traced: fx.GraphModule = make_fx(call)(*(t.meta["val"] for t in tensors))
+        # make_fx knows its inputs by identity, and two nodes may have one fake value: each gets a tensor of its own.
+        fakes = [t.meta["val"] for t in tensors]
+        given = [torch.empty_strided(f.shape, f.stride(), dtype=f.dtype, device=f.device) for f in fakes]
+        traced: fx.GraphModule = make_fx(call)(*given)
     return traced
 
 

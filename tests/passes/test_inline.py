@@ -40,6 +40,14 @@ def test_one_input_used_twice():
     assert same(run(program, X)[0], [X * 3 - X])
 
 
+def test_inputs_that_share_one_fake_value_stay_apart():
+    program = built(lambda c, x, y: c(aten.sub.Tensor, c(aten.neg.default, x), c(aten.exp.default, y)), X, Y)
+    node = the_sub(program)
+    node.args[1].meta["val"] = node.args[0].meta["val"]
+    inline(Editor(program.gm), node, lambda x, y: x * 3 - y)
+    assert same(run(program, X, Y)[0], [-X * 3 - Y.exp()])
+
+
 @pytest.mark.parametrize(
     ("fn", "reason"),
     [

@@ -1,0 +1,171 @@
+"""Models cut to one layer, captured once per process: what is mutated."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cannopy import pipeline
+from cannopy.backend.host import kernels, target
+from cannopy.frontend.capture import capture
+from cannopy.frontend.state import prepare_state
+from cannopy.fusion_rules import dialect
+from cannopy.fx_passes import normalise
+from cannopy.fx_passes.paths import compile_path
+from cannopy.fx_passes.program import Program
+from cannopy.options import Options
+from tests.mutation import oracle
+
+Tensor = torch.Tensor
+TARGET = "atlas-a3"
+
+V32 = {
+    "vocab_size": 64, "hidden_size": 1024, "intermediate_size": 96, "moe_intermediate_size": 64,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 1536, "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "n_routed_experts": 16, "n_group": 4,
+    "topk_group": 2, "num_experts_per_tok": 4, "index_topk": 16, "index_n_heads": 4, "index_head_dim": 128,
+    "first_k_dense_replace": 0, "num_hidden_layers": 1, "max_position_embeddings": 512,
+}
+QWEN = {
+    "vocab_size": 64, "hidden_size": 128, "intermediate_size": 96, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 64, "num_hidden_layers": 1, "max_position_embeddings": 256,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A captured call. ``values``: its tensors by placeholder; ``nodes``: float64 values of all nodes by name.
+
+    ``fusions``: how often each rule applies to the unchanged program; ``result``: what its lowered graph gives.
+    """
+
+    name: str
+    program: Program
+    values: dict[str, Tensor]
+    nodes: dict[str, Any]
+    fusions: dict[str, int]
+    result: oracle.Results
+
+    def fresh(self) -> Program:
+        """A copy of the program to mutate."""
+        return copy.deepcopy(self.program)
+
+
+def compiled(program: Program, verify: bool = True) -> pipeline.Compilation:
+    """All passes on ``program`` in place, for `TARGET`."""
+    with target.using(TARGET):
+        return pipeline.run(program, Options(target=TARGET, verify=verify))
+
+
+def lively(model: torch.nn.Module, seed: int) -> None:
+    """Weights that expose differences: gammas around 1, biases and activations of order one, nothing symmetric."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [*model.named_parameters(), *(b for b in model.named_buffers() if b[0].endswith("bias"))]
+    with torch.no_grad():
+        for name, tensor in tensors:
+            noise = torch.randn(tensor.shape, generator=generator)
+            if tensor.dim() > 1:
+                tensor.copy_(noise / tensor.shape[-1] ** 0.5 * (3 if name.endswith("mlp.gate.weight") else 1))
+            elif name.endswith("bias"):
+                tensor.copy_(0.3 * noise)
+            else:
+                tensor.copy_(1 + 0.4 * noise)
+
+
+def case_of(name: str, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Case:
+    """Capture, normalise, lower and run one call."""
+    kernels.register()
+    dialect.register_all()
+    prepare_state(model, args, kwargs)
+    program = capture(model, "forward", args, kwargs)
+    normalise.run(program)
+    program.gm.recompile()
+    values = {s.name: compile_path(s.source)(model, args, kwargs).detach().clone() for s in program.inputs}
+    lowered = copy.deepcopy(program)
+    done = compiled(lowered)
+    result, _ = oracle.lowered(lowered, values)
+    return Case(name, program, values, oracle.node_values(program, values), done.log.counts(), result)
+
+
+def _cached(model: torch.nn.Module, tokens: int, batch: int, past: int, length: int = 64) -> tuple[Any, Any]:
+    from transformers import StaticCache
+
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, model.config.vocab_size, (batch, past + tokens), generator=generator)
+    cache = StaticCache(config=model.config, max_cache_len=length)
+    name = "cache" if "cache" in model.forward.__code__.co_varnames else "past_key_values"
+    with torch.no_grad():
+        model(ids[:, :past], use_cache=True, **{name: cache})
+    return (ids[:, past:],), {name: cache, "use_cache": True}
+
+
+def _model(kind: str, sizes: dict[str, Any], dtype: torch.dtype, attention: str = "sdpa",
+           experts: str | None = "grouped_mm") -> torch.nn.Module:
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    extra = {"experts_implementation": experts} if experts else {}
+    torch.manual_seed(0)
+    model: torch.nn.Module = getattr(transformers, f"{kind}ForCausalLM")._from_config(
+        config, dtype=dtype, attn_implementation=attention, **extra).eval()
+    lively(model, 11)
+    return model
+
+
+def _deepseek() -> Case:
+    model = _model("DeepseekV32", V32, torch.bfloat16)
+    return case_of("deepseek_v32", model, *_cached(model, 3, 1, 24))
+
+
+def _deepseek_batch() -> Case:
+    model = _model("DeepseekV32", {**V32, "first_k_dense_replace": 1}, torch.bfloat16, attention="eager")
+    return case_of("deepseek_v32_dense_batch", model, *_cached(model, 2, 2, 20))
+
+
+def _qwen() -> Case:
+    model = _model("Qwen3", QWEN, torch.bfloat16, experts=None)
+    return case_of("qwen3", model, *_cached(model, 3, 2, 9))
+
+
+def _qwen_moe() -> Case:
+    sizes = {**QWEN, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": False}
+    model = _model("Qwen3Moe", sizes, torch.float32, experts="batched_mm")
+    return case_of("qwen3_moe", model, *_cached(model, 3, 1, 9))
+
+
+def _block(dtype: torch.dtype, experts: str, name: str) -> Case:
+    from transformers import DeepseekV32Config
+    from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32MoE
+
+    sizes = {**V32, "hidden_size": 64, "moe_intermediate_size": 32}
+    config = DeepseekV32Config(**sizes)
+    config._experts_implementation = experts
+    module = DeepseekV32MoE(config)
+    with torch.no_grad():  # the names of a whole model, by which `lively` knows the router
+        lively(torch.nn.ModuleDict({"mlp": module}), 3)
+    bias = module.gate.e_score_correction_bias.detach().float().clone()
+    module.to(dtype)
+    module.gate.e_score_correction_bias = bias
+    x = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(4)).to(dtype)
+    return case_of(name, module.eval(), (x,), {})
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "deepseek_v32": _deepseek,
+    "deepseek_v32_dense_batch": _deepseek_batch,
+    "qwen3": _qwen,
+    "qwen3_moe": _qwen_moe,
+    "moe_block": lambda: _block(torch.bfloat16, "grouped_mm", "moe_block"),
+    "moe_block_batched": lambda: _block(torch.float32, "batched_mm", "moe_block_batched"),
+}
+
+
+@functools.cache
+def case(name: str) -> Case:
+    """The case ``name``, built once per process."""
+    return CASES[name]()

@@ -1,0 +1,159 @@
+"""One mutant: mutate, lower, compare, and ask for the reason where something no longer fuses."""
+
+from __future__ import annotations
+
+import copy
+import random
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+from cannopy.fusion_rules import catalog
+from cannopy.parity.picks import ReplayError
+from tests.mutation import oracle
+from tests.mutation.cases import CASES, Case, case, compiled
+from tests.mutation.operators import MARK, Edit, NotHereError, Operator, mutate
+from tests.mutation.table import OPERATORS
+
+
+BEHIND: dict[str, tuple[str, ...]] = {
+    "rms_norm": ("lift_rms_norm",),
+    "add_rms_norm": ("lift_rms_norm", "rms_norm"),
+    "rotary_mul": ("lift_rotary", "lift_rotary_half"),
+    "sparse_flash_attention": ("lift_attention", "lift_rotary", "lift_rotary_half"),
+    "mla_prolog": ("sparse_flash_attention", "lift_attention", "lift_rms_norm", "lift_rotary", "lift_rotary_half"),
+    "moe_experts": ("moe_gating_top_k", "swiglu"),
+    "swiglu": ("moe_experts",),
+}
+"""Rules without which another has nothing to match: a reason of theirs is the reason."""
+
+KEYS: dict[str, tuple[str, ...]] = {
+    "sparse_flash_attention": ("cannopy.attention.default", "aten.relu.default"),
+    "mla_prolog": ("cannopy.attention.default", "aten.relu.default"),
+    "rms_norm": ("aten.rsqrt.default",),
+    "add_rms_norm": ("aten.rsqrt.default",),
+    "rotary_mul": ("aten.neg.default",),
+    "moe_gating_top_k": ("aten.sigmoid.default", "aten._softmax.default"),
+    "moe_experts": ("aten.silu.default",),
+    "swiglu": ("aten.silu.default",),
+}
+"""Operations without which there is nothing for a rule: those that a mutation leaves without readers are no loss."""
+
+
+@dataclass
+class Outcome:
+    """What became of one mutant.
+
+    ``wrong``: what the lowered graph computes otherwise. ``lost``: fusions that the unchanged program has and the
+    mutant has not. ``silent``: those of them without a reason that names the mutated thing. ``exposed``: the
+    mutation changes the result by more than rounding (None where it is meant to keep the function).
+    """
+
+    operator: str
+    case: str
+    seed: int
+    made: bool = False
+    wrong: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    silent: list[str] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    legal: bool = False
+    exposed: bool | None = None
+    touched: str = ""
+
+    @property
+    def command(self) -> str:
+        """What runs this mutant again."""
+        return f"python tools/mutate.py --case {self.case} --operator {self.operator} --seed {self.seed}"
+
+
+WEIGHTS = {"deepseek_v32": 2, "deepseek_v32_dense_batch": 2, "qwen3": 4, "qwen3_moe": 3, "moe_block": 6,
+           "moe_block_batched": 6}
+"""How often a case is drawn among those where an operator has a place: small graphs more often."""
+VERIFIED = 4
+"""One in so many mutants is lowered with the verifier between passes, which takes half of the time."""
+
+
+def drawn(seed: int, cases: Sequence[str] = (), operators: Sequence[str] = ()) -> Outcome:
+    """The mutant number ``seed``: operator, case, place and numbers follow from it."""
+    rng = random.Random(seed)
+    operator = OPERATORS[rng.choice(list(operators or OPERATORS))]
+    names = [name for name in cases or CASES if operator.sites(case(name).program)]
+    if not names:
+        return Outcome(operator.name, "", seed)
+    return one(case(rng.choices(names, [WEIGHTS[name] for name in names])[0]), operator, seed)
+
+
+def one(c: Case, operator: Operator, seed: int) -> Outcome:
+    """Mutate ``c`` by ``operator`` at a place that ``seed`` chooses, and judge the result."""
+    outcome = Outcome(operator.name, c.name, seed, legal=operator.legal)
+    program = c.fresh()
+    edit = Edit(program, random.Random(seed), c.nodes, dict(c.values))
+    site = edit.rng.choice(operator.sites(program))
+    outcome.touched = str(site)
+    try:
+        mutate(operator, edit, site)
+    except NotHereError:
+        return outcome
+    _judge(outcome, c, operator, edit)
+    return outcome
+
+
+def _judge(outcome: Outcome, c: Case, operator: Operator, edit: Edit) -> None:
+    before = edit.program
+    after = copy.deepcopy(before)
+    try:
+        oracle.plain(before, edit.values)
+    except (RuntimeError, IndexError, ValueError):  # the mutated graph itself cannot run
+        return
+    outcome.made = True
+    try:
+        done = compiled(after, verify=outcome.seed % VERIFIED == 0)
+        ours, recorder = oracle.lowered(after, edit.values)
+    except Exception:  # noqa: BLE001 any failure of the compiler is a finding
+        outcome.wrong = [traceback.format_exc(limit=-3)]
+        return
+    try:
+        as_is, wide = (run(before, edit.values, recorder) for run in (oracle.plain, oracle.exact))
+    except ReplayError:
+        as_is, wide = (run(before, edit.values) for run in (oracle.plain, oracle.exact))
+    outcome.wrong = oracle.wrong(ours, as_is, wide)
+    if not operator.same:
+        outcome.exposed = _exposed(c, as_is, wide)
+    counts = done.log.counts()
+    names = catalog.groups()
+    dead = {n.name: n.target for n in c.program.gm.graph.nodes} 
+    for node in before.gm.graph.nodes:
+        dead.pop(node.name, None)
+    gone = {name: sum(str(t) in KEYS[name] for t in dead.values()) for name in names}
+    outcome.lost = [name for name in names if counts.get(name, 0) < c.fusions.get(name, 0) - gone[name]]
+    if {"rms_norm", "add_rms_norm"} & set(outcome.lost):
+        _either_norm(outcome, c, counts)
+    for name in outcome.lost:
+        misses = [m for m in done.log.misses if m.rule in (name, *BEHIND.get(name, ()))]
+        outcome.reasons += [f"{m.rule}: {m.reason} [{m.node}, {m.source}]" for m in misses]
+        if not any(_names(m, operator) for m in misses):
+            outcome.silent.append(name)
+
+
+def _either_norm(outcome: Outcome, c: Case, counts: dict[str, int]) -> None:
+    """A norm whose sum is no residual any more is a plain norm: one kind for the other is no loss of a norm."""
+    both = ("rms_norm", "add_rms_norm")
+    if "rms_norm" in outcome.lost and sum(counts.get(n, 0) for n in both) >= sum(c.fusions.get(n, 0) for n in both):
+        outcome.lost.remove("rms_norm")
+
+
+def _names(miss: Any, operator: Operator) -> bool:
+    text = f"{miss.reason} {miss.node} {miss.source}"
+    return MARK in text or any(word in text for word in operator.words)
+
+
+def _exposed(c: Case, as_is: oracle.Results, wide: oracle.Results) -> bool:
+    """Whether the unchanged program's result would be wrong for the mutant."""
+    shared = len(c.result.tensors)
+    if len(as_is.tensors) != shared:
+        return True
+    return bool(oracle.wrong(oracle.Results(c.result.tensors), oracle.Results(as_is.tensors),
+                             oracle.Results(wide.tensors)))

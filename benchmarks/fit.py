@@ -22,7 +22,7 @@ from cannopy.stream_scheduler.hardware import Hardware, load_hardware
 GROUPS = Path(__file__).with_name("groups.yaml")
 SOFT = 0.15
 WIDE = 100.0
-PAIR_WEIGHT = 1.5
+PAIR_WEIGHT = 1.75
 PAIRED_WEIGHT = 0.7
 """Shapes of the points in pairs are inferred: their times count less, their ratio, which needs no shape, more."""
 
@@ -100,7 +100,7 @@ def fit_group(group: Group, points: Sequence[Point], constants: Constants, start
         ]
         return [*_residuals(points, tried), *pulls]
 
-    found = least_squares(residuals, first, bounds=(lows, highs), loss="soft_l1", f_scale=SOFT, xtol=1e-10, ftol=1e-10)
+    found = least_squares(residuals, first, bounds=(lows, highs), loss="soft_l1", f_scale=SOFT, xtol=1e-6, ftol=1e-7)
     return constants.replaced({n: math.exp(v) for n, v in zip(names, found.x, strict=True)})
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib.resources import files
 from types import MappingProxyType
 from typing import Any
 
 import yaml
 
-from cannopy.stream_scheduler.cost import Estimate, Share, estimate
 from cannopy.stream_scheduler.constants import Constants
+from cannopy.stream_scheduler.cost import Estimate, Share, Work, estimate, kernel
 from cannopy.stream_scheduler.hardware import Hardware
 
 FITTED = ("matmul", "core_split", "small_ops", "collectives", "published")
@@ -32,9 +32,14 @@ class Point:
     us: float
     source: str
 
+    @cached_property
+    def work(self) -> Work:
+        """What the kernel does at these sizes."""
+        return kernel(self.kernel).work(**self.sizes)
+
     def estimate(self, hardware: Hardware, constants: Constants) -> Estimate:
         """The model's answer at this point."""
-        return estimate(self.kernel, self.sizes, hardware=hardware, constants=constants, share=self.share)
+        return estimate(self.work, hardware=hardware, constants=constants, share=self.share)
 
 
 @lru_cache(maxsize=None)

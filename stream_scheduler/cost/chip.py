@@ -40,8 +40,9 @@ class Share:
 class Parts:
     """Microseconds by what they are spent on, before overlap.
 
-    ``launch`` is the fixed term of the kernel. ``overlap`` is the share of the shorter of (memory, compute) that is
-    not hidden behind the longer: 1 adds them up, 0 takes the maximum.
+    ``launch`` is the fixed term of the kernel. Memory and compute run side by side; ``overlap`` is the share of the
+    shorter of (HBM, compute) that is not hidden all the same: 1 adds them up, 0 takes the maximum. What comes from
+    L2 hides in full, its latency is short.
     """
 
     launch: float = 0.0
@@ -56,7 +57,7 @@ class Parts:
     def us(self) -> float:
         """The kernel's duration."""
         memory, compute = self.hbm + self.l2, self.cube + self.vector
-        return self.launch + self.link + max(memory, compute) + self.overlap * min(memory, compute)
+        return self.launch + self.link + max(memory, compute) + self.overlap * min(self.hbm, compute)
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class Kernel:
     Bytes of ``read`` and ``write`` by role of the tensor; ``macs`` multiply-accumulates on the cube in
     ``mac_dtype``; ``vector_ops`` FP32 lane operations on the vector cores; ``link_bytes`` bytes that leave this die.
     ``law`` names the time law and ``counts`` has what else it asks for, such as the independent rows or tasks that
-    are spread over the cores. ``cube`` and ``vector`` say which core pools the kernel occupies.
+    are spread over the cores; attention has ``qk_macs`` (of q k alone) and ``scores`` there as well. ``cube`` and ``vector`` say which core pools the kernel occupies.
     ``contract`` is the device op whose limits are in fusion_rules/contracts, None for kernels of plain ATen ops.
     ``source`` says where the formulas are from.
     """

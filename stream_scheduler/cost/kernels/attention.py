@@ -34,7 +34,7 @@ def _mla(name: str, dtype: str) -> Kernel:
         macs=_B * _Q * _H * _S * (2 * _R + _P),
         mac_dtype=dtype,
         vector_ops=8 * _B * _Q * _H * _S,
-        counts={"sequences": _B},
+        counts={"sequences": _B, "qk_macs": _B * _Q * _H * _S * (_R + _P), "scores": _B * _Q * _H * _S},
         cube=True,
     )
 

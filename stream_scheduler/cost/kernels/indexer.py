@@ -35,7 +35,12 @@ def _indexer(name: str, dtype: str) -> Kernel:
         macs=_ROWS * _H * _S * _D,
         mac_dtype=dtype,
         vector_ops=2 * _ROWS * _H * _S,
-        counts={"tasks": _ROWS, "select_cycles": _ROWS * (4.36 * _S + 3.32 * _TOPK)},
+        counts={
+            "tasks": _ROWS,
+            "select_cycles": _ROWS * (4.36 * _S + 3.32 * _TOPK),
+            "qk_macs": _ROWS * _H * _S * _D,
+            "scores": _ROWS * _H * _S,
+        },
         cube=True,
         contract="npu_lightning_indexer",
     )

@@ -38,7 +38,11 @@ SPARSE_FLASH_ATTENTION = Kernel(
     write={Role.ACTIVATIONS: _ROWS * _H * _R * 2},
     macs=_ROWS * _H * _KEYS * (2 * _R + _P),
     vector_ops=8 * _ROWS * _H * _KEYS,
-    counts={"gathered": _ROWS * _KEYS},
+    counts={
+        "gathered": _ROWS * _KEYS,
+        "qk_macs": _ROWS * _H * _KEYS * (_R + _P),
+        "scores": _ROWS * _H * _KEYS,
+    },
     cube=True,
     contract="npu_sparse_flash_attention",
 )

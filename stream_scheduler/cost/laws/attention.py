@@ -11,10 +11,14 @@ from cannopy.stream_scheduler.cost.kernel import Work
 
 def _decode(rate: str) -> Callable[[Work, Chip], Parts]:
     def law(work: Work, chip: Chip) -> Parts:
-        """fixed + a term per sequence + cache load + cube, additive."""
+        """fixed + a term per sequence + the chain of blocks of one sequence + cache load + cube, additive.
+
+        The chain does not get shorter with more cores, up to the context at which a sequence is split over them.
+        """
         c = chip.constants
+        chain = c["attention_decode.chain"] * min(work.sizes["context"], c["attention_decode.split"]) / 1024
         return Parts(
-            launch=c["attention_decode.fixed"] + c["attention_decode.sequence"] * work.counts["sequences"],
+            launch=c["attention_decode.fixed"] + c["attention_decode.sequence"] * work.counts["sequences"] + chain,
             hbm=chip.hbm_us(chip.from_hbm(work), c[rate]),
             cube=chip.cube_us(work.macs, work.kernel.mac_dtype, c["attention_decode.cube"]),
         )

@@ -15,10 +15,10 @@ RENAMES = (operator.getitem, aten.reshape.default, aten.copy_.default)
 
 def by_layer(graph: fx.Graph) -> dict[int | None, dict[str, int]]:
     """{layer index, None outside of layers: {operation: number of kernels}} in layer order."""
-    folded = folded(graph)
+    constant = folded(graph)
     found: dict[int | None, Counter[str]] = {}
     for node in graph.nodes:
-        if node.op == "call_function" and node not in folded and not is_call(node, *RENAMES):
+        if node.op == "call_function" and node not in constant and not is_call(node, *RENAMES):
             layer = node.meta.get("layer")
             found.setdefault(layer, Counter())[_name(node)] += 1
     order = sorted(found, key=lambda layer: (layer is None, layer or 0))

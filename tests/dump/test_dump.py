@@ -31,6 +31,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     return first, one, second, two
 
 
+@pytest.mark.slow
 def test_files_are_the_same_in_every_run(folders: tuple[Path, dict[str, Any], Path, dict[str, Any]]) -> None:
     first, one, second, two = folders
     names = sorted(path.name for path in first.iterdir())
@@ -41,6 +42,7 @@ def test_files_are_the_same_in_every_run(folders: tuple[Path, dict[str, Any], Pa
     assert plain == json.dumps(two).replace(str(second), "")
 
 
+@pytest.mark.slow
 def test_files(folders: tuple[Path, dict[str, Any], Path, dict[str, Any]]) -> None:
     folder, data, _, _ = folders
     names = [Path(path).name for path in data["files"]]

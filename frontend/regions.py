@@ -122,10 +122,10 @@ def _bind(program: Program, small: _Small, call: _Call) -> tuple[Region, ...]:
         placeholders[wanted] = node.name
     program.output = _result(program.output, small, here, call)
     for node in program.gm.graph.nodes:
-        path_text = renamed(str(node.meta.get("module_path", "")), small.names)
-        if path_text != node.meta.get("module_path"):
-            node.meta["module_path"] = path_text
-            node.meta["layer"] = layer_of(path_text)
+        inside = str(node.meta.get("module_path", ""))
+        if (moved := renamed(inside, small.names)) != inside:
+            node.meta["module_path"] = moved
+            node.meta["layer"] = layer_of(moved)
     program.gm.recompile()
     specs = {s.name: s for s in program.inputs}
     regions = tuple(

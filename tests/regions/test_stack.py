@@ -1,0 +1,108 @@
+"""Regular stacks of plain layers: few are captured, the result is that of all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cannopy.fx_passes import dump
+
+from tests.regions.support import SLOTS, WIDTH, Layer, Stack, assert_same, counts, found, lower, stack_call
+
+
+class ByIndex(Stack):
+    """Counts its layers instead of walking over them."""
+
+    def forward(self, ids: Tensor, at: Tensor, caches: list[Tensor]) -> Tensor:
+        x = self.embed[ids]
+        for i in range(len(self.layers)):
+            x = self.layers[i](x, at, caches[self.layers[i].index])
+        return self.norm(x)
+
+
+class Sliced(Stack):
+    """As transformers: a slice of the list, and layers that know their place in the cache."""
+
+    def forward(self, ids: Tensor, at: Tensor, caches: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        x = self.embed[ids]
+        for layer in self.layers[: len(caches)]:
+            x = layer(x, at, caches[layer.index])
+        return self.norm(x), caches
+
+
+class Narrow(Layer):
+    """Another kind of layer."""
+
+    def forward(self, x: Tensor, at: Tensor, cache: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x, at, cache))
+
+
+class Alternating(Stack):
+    """Kinds 0 0 1 0 0 1 …; a first layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(20)
+        for i in [0, *range(3, 20, 3)]:
+            self.layers[i] = Narrow(i).eval()
+
+
+class Residual(Stack):
+    """Each layer also reads the value of the one before the last, and all read the embedding."""
+
+    def forward(self, ids: Tensor, at: Tensor, caches: list[Tensor]) -> Tensor:
+        x = before = first = self.embed[ids]
+        for layer in self.layers:
+            x, before = layer(x + 0.0 * before, at, caches[layer.index]), x
+        return self.norm(x) + first
+
+
+REGULAR = {
+    "enumerated": (lambda: Stack(9), 9, 4),
+    "by index": (lambda: ByIndex(9), 9, 4),
+    "sliced": (lambda: Sliced(9), 9, 4),
+    "alternating": (Alternating, 20, 1 + 4 * 3 + 1),
+}
+
+
+@pytest.mark.parametrize("name", REGULAR)
+def test_stamped_is_whole(name: str) -> None:
+    make, layers, captured = REGULAR[name]
+    model, args = make(), stack_call(layers)
+    stamped, done = lower(model, args)
+    assert (found(stamped).reason, found(stamped).layers, found(stamped).captured) == ("", layers, captured)
+    whole, done_whole = lower(model, args, regions=False)
+    assert (found(whole).layers, found(whole).captured) == (layers, layers)
+    assert_same(stamped, whole)
+    assert counts(stamped, done) == counts(whole, done_whole)
+
+
+def test_twice_the_same_text() -> None:
+    first, second = (lower(Stack(9), stack_call(9))[0] for _ in range(2))
+    assert dump.text(first) == dump.text(second)
+
+
+def test_the_model_is_not_changed() -> None:
+    model = Stack(9)
+    before = [(name, id(module), sorted(module.__dict__)) for name, module in model.named_modules()]
+    lower(model, stack_call(9))
+    assert before == [(name, id(module), sorted(module.__dict__)) for name, module in model.named_modules()]
+
+
+def test_two_lists() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = Stack(8), Stack(10)
+
+        def forward(self, ids: Tensor, at: Tensor, a: list[Tensor], b: list[Tensor]) -> Tensor:
+            return self.two(ids, at, b) + self.one(ids, at, a)
+
+    ids, at, a = stack_call(8)
+    args: tuple[Any, ...] = (ids, at, a, [torch.zeros(SLOTS, WIDTH) for _ in range(10)])
+    model = Two()
+    stamped, whole = lower(model, args)[0], lower(model, args, regions=False)[0]
+    assert (found(stamped).layers, found(stamped).captured, found(stamped).reason) == (18, 8, "")
+    assert_same(stamped, whole)

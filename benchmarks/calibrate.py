@@ -14,6 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.fit import Group, fit_all, load_groups
+from benchmarks.fit_networks import fit_networks
 from cannopy.stream_scheduler.constants import Constant, Constants
 from cannopy.stream_scheduler.constants.model import parse
 
@@ -25,9 +26,12 @@ HEAD = "# Written by benchmarks/calibrate.py from stream_scheduler/calibration/*
 
 
 def published() -> Mapping[str, Constant]:
-    """The constants that are not fitted."""
-    name = "published.yaml"
-    return parse((FOLDER / name).read_text(encoding="utf-8"), name)
+    """The constants that are not fitted here: every file of the folder but the one written here."""
+    found: dict[str, Constant] = {}
+    for path in sorted(FOLDER.glob("*.yaml")):
+        if path != TARGET:
+            found |= parse(path.read_text(encoding="utf-8"), path.name)
+    return found
 
 
 def text(constants: Constants, groups: tuple[Group, ...]) -> str:
@@ -56,6 +60,9 @@ def differences(fitted: Constants, stored: Mapping[str, Constant]) -> list[str]:
 def main(arguments: list[str]) -> int:
     groups = load_groups()
     fitted = fit_all(groups, published())
+    for group in groups:
+        if group.on_networks:
+            fitted = fit_networks(group, fitted)
     if "--check" not in arguments:
         TARGET.write_text(text(fitted, groups), encoding="utf-8")
         return 0

@@ -20,6 +20,7 @@ from cannopy.stream_scheduler.constants import Constant, Constants
 from cannopy.stream_scheduler.hardware import Hardware, load_hardware
 
 GROUPS = Path(__file__).with_name("groups.yaml")
+NETWORKS = "network"
 SOFT = 0.15
 WIDE = 100.0
 PAIR_WEIGHT = 1.75
@@ -47,6 +48,11 @@ class Group:
     name: str
     selection: tuple[str, ...]
     constants: tuple[Searched, ...]
+
+    @property
+    def on_networks(self) -> bool:
+        """Whether its points are steps of networks, not kernels."""
+        return self.selection == (NETWORKS,)
 
     @property
     def points(self) -> tuple[Point, ...]:
@@ -105,10 +111,12 @@ def fit_group(group: Group, points: Sequence[Point], constants: Constants, start
 
 
 def fit_all(groups: Sequence[Group], published: Mapping[str, Constant]) -> Constants:
-    """Every group in order; a later one uses the constants of the earlier ones."""
+    """Every group of kernels in order; a later one uses the constants of the earlier ones."""
     start = started(groups, published)
     constants = start
     for group in groups:
+        if group.on_networks:
+            continue
         constants = fit_group(group, group.points, constants, start)
     return constants
 

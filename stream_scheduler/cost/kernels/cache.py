@@ -10,7 +10,7 @@ _EMBED, (_T, _H, _E) = sizes("tokens: tokens", "hidden: hidden size", "bytes=2: 
 KERNELS = (
     Kernel(
         "cache_update",
-        "rows_cache",
+        "cache_update",
         "rows to their slots of a cache (scatter_nd_update, scatter_update, reshape_and_cache)",
         _SIZES,
         "rows read and written once, one index a row",

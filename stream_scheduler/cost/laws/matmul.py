@@ -47,10 +47,14 @@ def batch_matmul(work: Work, chip: Chip) -> Parts:
 
 
 def grouped_matmul(work: Work, chip: Chip) -> Parts:
-    """fixed + load + cube, additive; the memory rate falls when few experts are active."""
+    """fixed + (load, cube) partly overlapped; the memory rate falls when few experts are active.
+
+    ``factor`` is what the memory rate in whole networks is over the published one.
+    """
     c = chip.constants
     active = work.counts["active"]
     efficiency = c["grouped_matmul.hbm"] * active / (active + c["grouped_matmul.few_experts"])
+    efficiency = min(1.0, efficiency * c["grouped_matmul.factor"])
     return Parts(
         launch=c["grouped_matmul.fixed"],
         hbm=chip.hbm_us(chip.from_hbm(work), efficiency),

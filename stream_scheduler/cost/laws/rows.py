@@ -36,18 +36,21 @@ def _rows(op: str, *, waits: bool = True) -> Callable[[Work, Chip], Parts]:
     return law
 
 
-def row_copy(work: Work, chip: Chip) -> Parts:
-    """Rows moved by index: fixed + bytes, or one row's latency per core and wave."""
-    c = chip.constants
-    waves = work.counts["rows"] / chip.vector_cores
-    hbm, l2 = _memory(work, chip)
-    return Parts(
-        launch=c["rows.fixed"],
-        hbm=hbm,
-        l2=l2,
-        vector=chip.vector_us(work.vector_ops) + waves * c["rows.indexed_row"],
-        overlap=0.0,
-    )
+def _indexed(fixed: str) -> Callable[[Work, Chip], Parts]:
+    def law(work: Work, chip: Chip) -> Parts:
+        """Rows moved by index: fixed + bytes, or one row's latency per core and wave."""
+        c = chip.constants
+        waves = work.counts["rows"] / chip.vector_cores
+        hbm, l2 = _memory(work, chip)
+        return Parts(
+            launch=c[fixed],
+            hbm=hbm,
+            l2=l2,
+            vector=chip.vector_us(work.vector_ops) + waves * c["rows.indexed_row"],
+            overlap=0.0,
+        )
+
+    return law
 
 
 def _elementwise(fixed: str, rate: str) -> Callable[[Work, Chip], Parts]:
@@ -72,7 +75,8 @@ LAWS: Mapping[str, Callable[[Work, Chip], Parts]] = {
     "rows_rotary": _rows("rotary"),
     "rows_cache": _rows("cache"),
     "gating": _rows("gating"),
-    "row_copy": row_copy,
+    "row_copy": _indexed("rows.fixed"),
+    "cache_update": _indexed("elementwise.fixed"),
     "elementwise": _elementwise("elementwise.fixed", "rows.hbm"),
     "transpose": _elementwise("transpose.fixed", "transpose.hbm"),
 }

@@ -212,7 +212,7 @@ def step_dict(args: argparse.Namespace, step: Any) -> dict[str, Any]:
 
 
 def _sweep(args: argparse.Namespace) -> int:
-    from cannopy.page.curves import curve
+    from cannopy.cli.curves import curve
 
     name, values = _range(args.sweep)
     rows = []

@@ -10,7 +10,6 @@ from torch import fx
 from cannopy.fx_passes import kernels
 from cannopy.fx_passes.graph import is_call
 from cannopy.fx_passes.program import Program
-from cannopy.stream_scheduler.cost import SizeError
 from cannopy.stream_scheduler.graph_cost import attention, matmuls, vectors
 from cannopy.stream_scheduler.graph_cost.shapes import Call, tensor_bytes
 from cannopy.stream_scheduler.network.pricing import Pricing
@@ -63,16 +62,17 @@ def schedule_of(program: Program, pricing: Pricing) -> GraphSchedule:
 
 
 def call_of(node: fx.Node) -> Call:
-    """The kernel and sizes of ``node``; an operation without a formula, or with shapes that its formula does not
-    take, is a copy of its bytes."""
+    """The kernel and sizes of ``node``; an operation without a formula, or in a form that its formula does not take,
+    is a copy of its bytes and counts as not known."""
     name = target_name(node)
     pricer = TABLE.get(name) or TABLE.get(name.partition(".")[0] + "." + name.split(".")[1])
     if pricer is None:
         return _by_bytes(node)
-    found = pricer(node)
-    if any(not value > 0 for value in found.sizes.values()):
-        raise SizeError(f"{node.name} ({name}): no sizes for kernel {found.kernel} in its shapes: {found.sizes}")
-    return found
+    try:
+        found = pricer(node)
+    except (AttributeError, IndexError, TypeError, ValueError):  # numbers where tensors are expected, fewer dimensions
+        return _by_bytes(node)
+    return found if all(value > 0 for value in found.sizes.values()) else _by_bytes(node)
 
 
 def target_name(node: fx.Node) -> str:

@@ -57,12 +57,9 @@ class PricedKernel:
 
 def load_time(us: float, parts: Mapping[str, float]) -> float:
     """How much shorter a kernel would be if HBM took no time: its law is fixed and link terms, the longer of memory
-    and compute, and a share of the shorter one."""
-    memory, compute = parts["hbm"] + parts["l2"], parts["cube"] + parts["vector"]
-    low, high = min(memory, compute), max(memory, compute)
-    shown = (us - parts["launch"] - parts["link"] - high) / low if low else 1.0
-    without = max(parts["l2"], compute) + shown * min(parts["l2"], compute)
-    return max(0.0, high + shown * low - without)
+    and compute, and a share of the shorter of HBM and compute."""
+    compute = parts["cube"] + parts["vector"]
+    return max(0.0, us - parts["launch"] - parts["link"] - max(parts["l2"], compute))
 
 
 @dataclass

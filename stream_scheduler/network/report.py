@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from cannopy.stream_scheduler.bounds import Bounds, bounds
@@ -38,13 +39,27 @@ class Row:
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """What one step takes. ``serial_us``: the same kernels on one stream without prefetch and SuperKernel."""
+    """What one step takes."""
 
     schedule: Schedule
+    machine: Machine
     trace: Trace
-    bounds: Bounds
-    serial_us: float
-    rows: tuple[Row, ...]
+
+    @cached_property
+    def bounds(self) -> Bounds:
+        """Times that no schedule of these kernels beats."""
+        return bounds(self.schedule, self.machine)
+
+    @cached_property
+    def serial_us(self) -> float:
+        """The same kernels on one stream without core limits, prefetch and SuperKernel."""
+        serial = self.schedule.serial()
+        return self.us if serial == self.schedule else simulate(serial, self.machine).step_us
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """The kernels by purpose, most time first."""
+        return _rows(self.trace.spans.values())
 
     @property
     def us(self) -> float:
@@ -76,12 +91,8 @@ def estimate_step(model: Model, load: Load, parallel: Parallel, quant: Quantisat
 
 
 def estimate_schedule(schedule: Schedule, machine: Machine) -> StepEstimate:
-    """Simulate ``schedule``, and its kernels on one stream for comparison."""
-    trace = simulate(schedule, machine)
-    serial = schedule.serial()
-    same = serial == schedule
-    serial_us = trace.step_us if same else simulate(serial, machine).step_us
-    return StepEstimate(schedule, trace, bounds(schedule, machine), serial_us, _rows(trace.spans.values()))
+    """Simulate ``schedule``."""
+    return StepEstimate(schedule, machine, simulate(schedule, machine))
 
 
 def estimate_memory(model: Model, load: Load, parallel: Parallel, quant: Quantisation, hardware: Hardware) -> Memory:

@@ -1,0 +1,98 @@
+"""`cannopy estimate`: JSON, tables, sweeps, kernels, errors with the nearest name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from cannopy.cli import main
+
+LITE = ["estimate", "longcat-flash-lite", "--parallel", "ep=8,dp=8", "--quant", "w8a8"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(list(arguments))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_a_step_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, *LITE, "--accepted", "0.5", "--json")
+    data = json.loads(out)
+    assert code == 0
+    assert data["lower_bound_us"] < data["step_us"] == data["serial_us"] == data["device_us"] + data["host_us"]
+    assert data["tpot_us"] == pytest.approx(data["step_us"] / 1.5)
+    assert data["memory"]["fits"]
+    assert sum(row["share"] for row in data["kernels"]) == pytest.approx(1)
+    assert {"label", "kernel", "count", "us", "bytes", "flops", "bound", "share"} <= set(data["kernels"][0])
+
+
+def test_the_expert_plan_is_faster_and_the_trace_has_its_streams(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, *LITE, "--plan", "expert", "--json", "--trace")
+    data = json.loads(out)
+    assert data["step_us"] < data["serial_us"]
+    assert {i["stream"] for i in data["trace"]["intervals"]} == {"main", "moe"}
+    assert {i["bound"] for i in data["trace"]["intervals"]} <= {
+        "cube", "vector", "hbm", "l2", "link", "launch", "event", "cores"}
+
+
+def test_tables_name_bound_memory_and_what_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, *LITE, "--top", "3")
+    text = " ".join(out.split())
+    assert code == 0
+    assert "no schedule of these kernels takes less than" in text
+    assert "more," in text
+    assert "memory per die: weights 17." in text
+
+
+def test_a_step_that_does_not_fit_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "estimate", "qwen2.5-72b", "--json")
+    assert code == 1
+    assert not json.loads(out)["memory"]["fits"]
+
+
+def test_a_sweep_gives_points_and_a_curve(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "sweep.svg"
+    code, out, _ = run(capsys, *LITE, "--sweep", "batch=1..6", "--svg", str(picture), "--json")
+    points = json.loads(out)["points"]
+    assert code == 0
+    assert [p["batch"] for p in points] == [1, 2, 4, 6]
+    assert [p["step_us"] for p in points] == sorted(p["step_us"] for p in points)
+    root = ElementTree.fromstring(picture.read_text(encoding="utf-8"))
+    assert len(root.findall(".//{http://www.w3.org/2000/svg}circle")) == 4
+
+
+def test_one_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("estimate", "--kernel", "int8_matmul", "m=256", "k=7168", "n=4096", "--json")
+    _, out, _ = run(capsys, *arguments, "--cores", "24,48")
+    whole = json.loads(out)
+    assert whole["macs"] == 256 * 7168 * 4096
+    assert whole["bytes"] > 7168 * 4096
+    assert whole["bound"] in ("cube", "hbm", "launch", "l2")
+    _, out, _ = run(capsys, *arguments, "--cores", "12,24")
+    assert json.loads(out)["us"] > whole["us"]
+    _, out, _ = run(capsys, "estimate", "--kernels")
+    assert "int8_matmul" in out
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["deepsek-v3.2"], "did you mean 'deepseek-v3.2'"),
+    (["deepseek-r1", "--parallel", "epp=8"], "did you mean 'ep'"),
+    (["deepseek-r1", "--parallel", "ep=7"], "256 experts cannot be divided by ep=7"),
+    (["deepseek-r1", "--quant", "w8a8c9"], "did you mean 'w8a8c8'"),
+    (["deepseek-r1", "--target", "atlas-a4"], "did you mean 'atlas-a3'"),
+    (["kimi-k2", "--next-n", "1"], "Kimi-K2 has no draft layer"),
+    (["deepseek-r1", "--sweep", "batsh=1..4"], "did you mean 'batch'"),
+    (["--kernel", "int8_matmull", "m=1"], "did you mean 'int8_matmul'"),
+    (["--kernel", "int8_matmul", "m=1", "k=2"], "needs n"),
+    ([], "a MODEL or --kernel is missing"),
+])
+def test_errors_name_what_would_be_right(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    code, _, err = run(capsys, "estimate", *arguments)
+    assert code == 1
+    assert message in err

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import cannopy
-from cannopy.cli import cache, compile, doctor, dump, estimate, explain, host, run
+from cannopy.cli import cache, compile, doctor, dump, estimate, explain, host, rules, run
 from cannopy.cli.common import json_only
 from cannopy.environment import NotReadyError
 from cannopy.errors import unknown
@@ -21,6 +21,7 @@ VERBS = {
     "compile": compile,
     "explain": explain,
     "dump": dump,
+    "rules": rules,
     "estimate": estimate,
     "cache": cache,
     "doctor": doctor,

@@ -115,6 +115,16 @@ def add_model_arguments(parser: argparse.ArgumentParser, phases: Sequence[str] =
         metavar="|".join(TARGETS),
         help="product (atlas-a3)",
     )
+    add_pipeline_arguments(group)
+    group.add_argument(
+        "--block-size", type=positive, metavar="N", help="tokens per block of a paged cache view (chosen)"
+    )
+    group.add_argument("--cache-dir", type=Path, metavar="DIR", help="compile cache (~/.cache/cannopy)")
+    group.add_argument("--no-cache", action="store_true", help="neither read nor write the compile cache")
+
+
+def add_pipeline_arguments(group: argparse._ArgumentGroup) -> None:
+    """``--fusion``, ``--pipeline`` and ``--rules``."""
     group.add_argument(
         "--fusion",
         type=_fusion,
@@ -138,11 +148,6 @@ def add_model_arguments(parser: argparse.ArgumentParser, phases: Sequence[str] =
         metavar="FILE",
         help="a file with rules of your own (@cannopy.rule); repeatable",
     )
-    group.add_argument(
-        "--block-size", type=positive, metavar="N", help="tokens per block of a paged cache view (chosen)"
-    )
-    group.add_argument("--cache-dir", type=Path, metavar="DIR", help="compile cache (~/.cache/cannopy)")
-    group.add_argument("--no-cache", action="store_true", help="neither read nor write the compile cache")
 
 
 def add_offline_argument(parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,7 @@
 
     python benchmarks/networks.py            table of all points
 
-Nothing here is fitted on a single model: every row uses the same constants. Layouts are the published ones; where a
+Every row uses the same constants; two of them were fitted on the points of network.csv together (fit_networks.py). Layouts are the published ones; where a
 publication leaves a size open, the value that the same code base ships for that model is used and the note says so.
 """
 
@@ -92,13 +92,13 @@ def rows(constants: Constants | None = None, hardware: Hardware | None = None) -
         found.append(Row(file, f"DeepSeek-V3.2-Exp W8A8C8, batch {batch}, 64K, 3 drafts: step", tpot * 2.44,
                          case.estimate(a3, c).us / 1e3, "ms", True))
     found.append(Row(file, "LongCat-Flash W8A8, batch 512, 4608, 2 drafts: step", 10.37 * (1 + ACCEPTED_MTP2),
-                     LONGCAT_4.estimate(a3, c).us / 1e3, "ms", False,
+                     LONGCAT_4.estimate(a3, c).us / 1e3, "ms", True,
                      f"accepted drafts are not published, {ACCEPTED_MTP2} assumed"))
     for case, name, tpot, device in ((LITE_SERIAL, "serial", 8.21, 7.67), (LITE_STREAMS, "MoE on 8C16V", 7.12, 6.62)):
         step = case.estimate(a3, c)
         title = f"LongCat-Flash-Lite W8A8, batch 8, 4K, {name}"
-        found.append(Row(file, f"{title}: step", tpot, step.us / 1e3, "ms", False, LITE_NOTE))
-        found.append(Row(file, f"{title}: device", device, step.trace.us / 1e3, "ms", False, LITE_NOTE))
+        found.append(Row(file, f"{title}: step", tpot, step.us / 1e3, "ms", True, LITE_NOTE))
+        found.append(Row(file, f"{title}: device", device, step.trace.us / 1e3, "ms", True, LITE_NOTE))
     return found
 
 

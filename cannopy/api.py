@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cannopy import pipeline
+from cannopy import pipeline, prediction
 from cannopy.backend import build as backend
 from cannopy.backend.guards import GuardError
 from cannopy.backend.options import BuildOptions
@@ -90,7 +90,9 @@ def compile(
         return Compiled(found.compiled, model)
     program, done = lower(model, method, example_inputs, kwargs, options, timings, made)
     start = time.perf_counter()
-    report = _report(program, done, on_device, timings)
+    report = _report(program, done, options.target, on_device, timings)
+    timings["predict"] = time.perf_counter() - start
+    start = time.perf_counter()
     compiled = backend.build(program, model, method, example_inputs, kwargs, building, found, report,
                              outputs.builder)
     timings["torchair"] = time.perf_counter() - start
@@ -149,11 +151,12 @@ def build_options(made: pipeline.Plan) -> BuildOptions:
 
 
 def _report(
-    program: Program, done: pipeline.Compilation, on_device: bool, timings: Mapping[str, float]
+    program: Program, done: pipeline.Compilation, target: str, on_device: bool, timings: Mapping[str, float]
 ) -> dict[str, Any]:
     report = CompileReport.of(
         fusions=done.log.counts(), hits=done.log.hits, misses=done.log.misses, nodes=done.nodes,
         device="npu" if on_device else "host", timings=dict(timings), passes=done.records,
         layers=kernels.by_layer(program.gm.graph), pipeline=done.pipeline,
     )
+    report.schedule |= prediction.times(prediction.predict(program, target)[0])
     return report.to_dict()

@@ -21,7 +21,8 @@ PRICING = Pricing(A3, load_constants())
 
 def step(name: str, load: Load, parallel: str = "", quant: str = "bf16", plan: str = "serial") -> Schedule:
     model = load_model(name)
-    return build(model, load, Parallel.parse(parallel), Quantisation.parse(quant), placement_of(model, A3, plan), PRICING)
+    placement = placement_of(model, A3, plan)
+    return build(model, load, Parallel.parse(parallel), Quantisation.parse(quant), placement, PRICING)
 
 
 @pytest.mark.parametrize(("name", "parameters"), [
@@ -81,7 +82,7 @@ def test_layouts_that_do_not_fit_are_refused() -> None:
         step("qwen2.5-7b", Load(), "ep=8")
     with pytest.raises(SettingError, match="cannot be divided by attn_tp=3"):
         step("deepseek-r1", Load(), "attn_tp=3")
-    with pytest.raises(SettingError, match="spread .* or cut"):
+    with pytest.raises(SettingError, match=r"spread .* or cut"):
         step("deepseek-r1", Load(), "ep=8,moe_tp=8")
     with pytest.raises(SettingError, match="12 dies cannot be divided"):
         step("deepseek-r1", Load(), "dp=12,dense_tp=8")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from importlib.resources import files
 from types import MappingProxyType
@@ -36,6 +36,10 @@ class Point:
     def work(self) -> Work:
         """What the kernel does at these sizes."""
         return kernel(self.kernel).work(**self.sizes)
+
+    def cold(self) -> Point:
+        """The same point with nothing in L2."""
+        return replace(self, share=replace(self.share, l2_weights=0.0))
 
     def estimate(self, hardware: Hardware, constants: Constants) -> Estimate:
         """The model's answer at this point."""

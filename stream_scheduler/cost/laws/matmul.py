@@ -33,7 +33,7 @@ def _dense(section: str) -> Callable[[Work, Chip], Parts]:
 
 
 def batch_matmul(work: Work, chip: Chip) -> Parts:
-    """fixed + max(waves of products over the cores, load) + cube."""
+    """fixed + load + max(waves of products over the cores, cube), partly overlapped."""
     c = chip.constants
     waves = math.ceil(work.counts["tasks"] / chip.cube_cores) * c["batch_matmul.wave"]
     cube = chip.cube_us(_padded(work), work.kernel.mac_dtype, c["matmul_bf16.cube"])
@@ -42,7 +42,7 @@ def batch_matmul(work: Work, chip: Chip) -> Parts:
         hbm=chip.hbm_us(chip.from_hbm(work), c["matmul_bf16.hbm"]),
         l2=chip.l2_us(chip.from_l2(work)),
         cube=max(waves, cube),
-        overlap=0.0,
+        overlap=c["matmul.overlap"],
     )
 
 

@@ -34,8 +34,8 @@ class CompileReport:
     ``nodes`` {captured, normalised, final}: nodes of the graph. ``kernels`` {op: count}: device kernels of the final
     graph, without data, constants and metadata ops. ``ge_ops`` {GE type: count}: everything torchair submitted.
     ``cache_copies``: ops that copy a whole cache, None when unknown. ``schedule``: predicted_us, lower_bound_us and
-    serial_us of the graph on its target, in microseconds; the other values are None until a scheduler has run. ``cache`` {status: hit|miss|rebuilt, key, reason}. ``timings`` {step: seconds}.
-    ``layers``: [{layer, kernels {op: count}}], the device kernels of the final graph by layer, outside of layers
+    serial_us of the graph on its target, in microseconds; the other values are None until a scheduler has run.
+    ``cache`` {status: hit|miss|rebuilt, key, reason}. ``timings`` {step: seconds}. ``layers``: [{layer, kernels {op: count}}], the device kernels of the final graph by layer, outside of layers
     last (layer None); counted before torchair, so an op that it splits is one here. ``device``: ``npu`` or ``host``.
     ``versions`` {package: version}. ``pipeline``: its text (`cannopy.pipeline_text`). ``passes``: {name, seconds,
     nodes_before, nodes_after, changes} in order.

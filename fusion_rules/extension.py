@@ -176,10 +176,10 @@ def code_error(error: Exception, one: UserRule) -> RuleCodeError:
 def _of_file(path: Path) -> list[UserRule]:
     if not path.is_file():
         raise RuleFileError(f"rules: {path} does not exist")
-    file = str(path.resolve())
+    file = str(path)  # messages show it as the user wrote it
     linecache.checkcache(file)
-    module = ModuleType(f"_cannopy_rules_{path.resolve().stem}")
-    module.__file__ = file
+    module = ModuleType(f"_cannopy_rules_{path.stem}")
+    module.__file__ = str(path.resolve())
     before = sys.modules.get(module.__name__)
     sys.modules[module.__name__] = module  # dataclasses look their module up by name while it runs
     try:  # not through importlib, whose bytecode would hide a change within one second

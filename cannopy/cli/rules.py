@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cannopy.cli.common import add_pipeline_arguments, console, print_json, verb_parser
@@ -53,9 +52,8 @@ def run(args: argparse.Namespace) -> int:
         columns["origin"] = "defined at"
     for column in columns.values():
         table.add_column(column, overflow="fold")
-    here = f"{Path.cwd()}/"
     for row in found:
-        table.add_row(*(escape(row[key].removeprefix(here)) for key in columns))
+        table.add_row(*(escape(row[key]) for key in columns))
     screen = console(args)
     screen.print(table)
     screen.print(f"\npipeline: {options.full_pipeline}", markup=False, soft_wrap=True)

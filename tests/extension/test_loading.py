@@ -36,7 +36,7 @@ def test_a_file_is_read_anew(tmp_path: Path) -> None:
     first, second = load([path])
     assert (first.name, first.before, first.after) == ("first", None, None)
     assert (second.rule.kernel, second.before) == ("npu_x", "swiglu")
-    assert first.origin == f"{path.resolve()}:4"
+    assert first.origin == f"{path}:4"
     file(tmp_path, ("other", ""))  # within the same second and of another length
     assert [one.name for one in load([path])] == ["other"]
 

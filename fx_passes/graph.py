@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,6 +42,13 @@ def where(node: fx.Node) -> str:
     """The user's source line of ``node`` for messages, or its name when the line is unknown."""
     line = node.meta.get("source")
     return f"{line}" if line else f"node {node.name}"
+
+
+def operator_named(name: str) -> Any:
+    """The operator with the full name ``name`` ("aten::add.Tensor"), None when nothing has registered it."""
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet, None), overload or "default", None)
 
 
 class Editor:
@@ -103,6 +110,17 @@ class Editor:
         node.target = node.name
         node.meta["val"] = value
         return node
+
+    def operators(self) -> set[Any]:
+        """Everything that the graph calls."""
+        table = self.graph._find_nodes_lookup_table.table
+        return {target for (op, target), nodes in table.items() if op == "call_function" and nodes}
+
+    def calls(self, targets: Iterable[Any]) -> list[fx.Node]:
+        """The calls of ``targets``, operators or their full names ("npu::npu_swiglu"), in graph order."""
+        wanted = {operator_named(t) if isinstance(t, str) else t for t in targets} - {None}
+        found = [n for t in wanted for n in self.graph.find_nodes(op="call_function", target=t, sort=False)]
+        return sorted(found)
 
     def input(self, name: str) -> fx.Node:
         """The placeholder ``name``; KeyError if there is none."""

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from cannopy.fx_passes import alias, dump
-from cannopy.fx_passes.graph import aten, is_call, where
+from cannopy.fx_passes.graph import aten, is_call, operator_named, where
 from cannopy.fx_passes.program import Program
 from cannopy.fx_passes.propagate import Propagation
 
@@ -113,7 +113,7 @@ class Verifier:
 
     def _scopes(self, graph: fx.Graph) -> None:
         """Every scope that is entered is left before the results are written, and none is left twice."""
-        marks = [n for name in SCOPES if (target := _operator(name)) is not None
+        marks = [n for name in SCOPES if (target := operator_named(name)) is not None
                  for n in graph.find_nodes(op="call_function", target=target, sort=False)]
         open_scopes: list[fx.Node] = []
         for node in sorted(marks):
@@ -233,13 +233,6 @@ def _legal(graph: fx.Graph, node: fx.Node) -> None:
 
 def _scope(node: fx.Node) -> int | None:
     return SCOPES.get(node.target._schema.name) if isinstance(node.target, torch._ops.OpOverload) else None
-
-
-def _operator(name: str) -> Any:
-    """The operator of that name, None when nothing has registered it."""
-    namespace, _, short = name.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), short, None)
-    return None if packet is None else packet.default
 
 
 def _check_functional(nodes: Iterable[fx.Node]) -> None:

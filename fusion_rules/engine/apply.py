@@ -11,6 +11,7 @@ from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Op, Pattern, Th
 from cannopy.fusion_rules.engine.record import Hit, Log, Miss, source_text
 from cannopy.fusion_rules.engine.rule import NEVER, Context, Refusal, Rule
 from cannopy.fusion_rules.engine.stop import Stop, describe, short, size_of
+from cannopy.fx_passes import order
 from cannopy.fx_passes.graph import aten, where
 
 __all__ = ["Log", "apply"]
@@ -29,11 +30,9 @@ def apply(rules: Iterable[Rule], context: Context, log: Log) -> int:
     rules = tuple(rules)
     last = {rule.name: i for i, rule in enumerate(rules)}
     for i, rule in enumerate(rules):
-        anchors = set(rule.anchors)
-        calls = [n for n in context.editor.graph.nodes if n.op == "call_function"]
-        log.look(rule, calls)
-        for node in calls:
-            if is_one_of(node.target, anchors) and (node.users or node.is_impure()):
+        log.look(rule, context.editor.operators())
+        for node in context.editor.calls(rule.anchors):
+            if node.users or context.editor.is_impure(node):
                 total += _at(rule, node, context, log)
         context.editor.sweep()
         if last[rule.name] == i:
@@ -52,10 +51,11 @@ def _at(rule: Rule, node: fx.Node, context: Context, log: Log) -> int:
     if refusal is not None:
         log.miss(_refused(rule, match, refusal))
         return 0
-    made = context.editor.made
-    start = len(made)
+    made, touched = context.editor.made, context.editor.touched
+    start, first = len(made), len(touched)
     with context.editor.before(node, rule=rule.name if rule.kernel else None):
         rule.rewrite(match, context)
+    order.settle([*made[start:], *touched[first:]])
     log.hit(_hit(rule, match, [n.name for n in made[start:]]))
     return 1
 
@@ -90,8 +90,8 @@ def _incomplete(variants: list[Rule], context: Context, log: Log) -> None:
     cores = {id(r.core): r for r in variants if r.core is not None}
     for rule in cores.values():
         assert rule.core is not None
-        for node in context.editor.graph.nodes:
-            if node.op == "call_function" and node.users and is_one_of(node.target, rule.core.targets):
+        for node in context.editor.calls(rule.core.targets):
+            if node.users:
                 match = Matcher(rule.core).match(node)
                 if match is not None:
                     log.miss(_missing(rule, variants, match))
@@ -107,7 +107,8 @@ def _missing(rule: Rule, variants: list[Rule], match: Match) -> Miss:
     found = "; ".join(f"{describe(u)} ({where(u)})" for u in readers[:3]) or "the result is an output of the method"
     total = max(len(match.nodes) + 1, min(size_of(v.pattern) for v in variants))
     count = len(match.nodes)
-    stop = Stop(count, total, "missing", last, last, tuple(above), None, found, count, match.nodes)
+    wanted = tuple(above) or (min((v.pattern for v in variants), key=size_of),)
+    stop = Stop(count, total, "missing", last, last, wanted, None, found, count, match.nodes)
     return Miss.stopped(rule.name, match.anchor, stop, True)
 
 

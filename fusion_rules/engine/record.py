@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
@@ -103,9 +103,9 @@ class Log:
         """The attempts that came near, one per place, in the order in which rules ran."""
         return [m for m in self.places() if m.near]
 
-    def look(self, rule: Rule, calls: Iterable[fx.Node]) -> None:
-        """Note which operations the graph had when ``rule`` ran."""
-        self.seen[rule.name] = frozenset(short(target) for target in {n.target for n in calls})
+    def look(self, rule: Rule, operators: Iterable[Any]) -> None:
+        """Note which operators the graph called when ``rule`` ran."""
+        self.seen[rule.name] = frozenset(map(short, operators))
 
     def miss(self, miss: Miss) -> None:
         """Note an attempt."""

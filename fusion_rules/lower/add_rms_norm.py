@@ -15,7 +15,6 @@ from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Any, Number, op
 from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
 from cannopy.fx_passes.graph import aten, dtype, shape
-from cannopy.fx_passes.order import sort
 
 
 def check(match: Match, ctx: Context) -> Refusal | None:
@@ -40,7 +39,6 @@ def rewrite(match: Match, ctx: Context) -> None:
     normed, total = (ctx.editor.call(operator.getitem, out, i) for i in (0, 2))
     ctx.editor.replace(match["sum"], total)
     ctx.editor.replace(match.anchor, normed)
-    sort(ctx.editor.graph)
 
 
 RULE = Rule(

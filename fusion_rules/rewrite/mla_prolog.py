@@ -19,11 +19,11 @@ from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Any, Literal, Number, Op, Pattern, Through, op
 from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
 from cannopy.fusion_rules.engine.spellings import RESHAPE, SWAP_HEADS
+from cannopy.fusion_rules.engine.stop import describe
 from cannopy.fusion_rules.lift.halves import doubled
 from cannopy.fusion_rules.rewrite import positions
 from cannopy.fx_passes import rebind
 from cannopy.fx_passes.graph import aten, shape
-from cannopy.fx_passes.order import sort
 from cannopy.fx_passes.weight_plan import derived, preview, why_not_weight
 
 
@@ -138,7 +138,8 @@ def _caches(match: Match, ctx: Context) -> tuple[int, Refusal | None]:
         if reason is None and rebind.write_of(cache) is None:
             reason = f"{cache.name} is not written back"
         if reason is not None:
-            return block, Refusal(f"{prefix} cache: {reason}", match[f"{prefix}_new"])
+            return block, Refusal(f"{prefix} cache: {reason}", match[f"{prefix}_new"], "cache",
+                                  "a cache that is a graph input, written once and read after that", reason)
     return block, None
 
 
@@ -157,7 +158,8 @@ WEIGHTS = {
 def check(match: Match, ctx: Context) -> Refusal | None:
     """Both chains read one input, the caches are graph inputs written back, sizes and dtypes are in the contract."""
     if _same_input(match) is None:
-        return Refusal("the query and the key/value chain read different hidden states", match["kv"])
+        return Refusal("the query and the key/value chain read different hidden states", match["kv"], "operand",
+                       "one input for both chains", f"{describe(match['x_q'])} and {describe(match['x_kv'])}")
     refusal = _layout(match)
     if refusal is not None:
         return refusal
@@ -167,7 +169,7 @@ def check(match: Match, ctx: Context) -> Refusal | None:
     for name in ("w_dq", "w_uq", "w_dkv", "w_uk"):
         reason = why_not_weight(ctx.program, match[name])
         if reason is not None:
-            return Refusal(f"{name}: {reason}", match["heads"])
+            return Refusal(f"{name}: {reason}", match["heads"], "weight", "a parameter or buffer", reason)
     return _illegal(match, ctx, block)
 
 
@@ -224,7 +226,6 @@ def rewrite(match: Match, ctx: Context) -> None:
     rebind.update(editor, match["latent_cache"], match["latent_new"], latent)
     rebind.update(editor, match["rope_cache"], match["rope_new"], rope)
     editor.replace(match["norm_cq"], editor.reshape(normed, shape(match["norm_cq"])))
-    sort(editor.graph)
 
 
 def _table(match: Match, ctx: Context, name: str) -> fx.Node:

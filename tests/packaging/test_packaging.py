@@ -19,7 +19,7 @@ from tests.packaging.environments import (
     new_environment,
 )
 
-DATA = (".typed", ".yaml", ".html", ".css", ".c", ".py")
+DATA = (".typed", ".yaml", ".csv", ".html", ".css", ".c", ".py")
 
 
 @pytest.fixture(scope="module")

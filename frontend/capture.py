@@ -92,12 +92,16 @@ def capture(
 
 def _least(inputs: list[InputSpec], tensors: list[torch.Tensor]) -> dict[str, float]:
     """The smallest entry of each vector among the model's floating-point weights, by name; none without values."""
-    return {
-        spec.name: float(t.detach().min())
-        for spec, t in zip(inputs, tensors, strict=True)
-        if spec.kind in ("parameter", "buffer") and t.dim() == 1 and 0 < t.numel() <= _SMALL
-        and t.is_floating_point() and not t.is_meta and not isinstance(t, FakeTensor)
-    }
+    found = {spec.name: least_of(spec, t) for spec, t in zip(inputs, tensors, strict=True)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def least_of(spec: InputSpec, t: torch.Tensor) -> float | None:
+    """The smallest entry of ``t`` if it is a floating-point vector among the model's weights and has values."""
+    vector = t.dim() == 1 and 0 < t.numel() <= _SMALL and t.is_floating_point()
+    if spec.kind not in ("parameter", "buffer") or not vector or t.is_meta or isinstance(t, FakeTensor):
+        return None
+    return float(t.detach().min())
 
 
 def _bound_method(model: nn.Module, method: str) -> MethodType:

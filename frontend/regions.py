@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..fx_passes.paths import Path, PathLookupError, Step, parse_path
 from ..fx_passes.program import InputSpec, OutputSpec, Program
 from ..fx_passes.regions import REGIONS, Copy, Region, Regions, layer_of, renamed
-from . import layer_runs
+from ..fx_passes.weight_plan import LEAST
+from . import experts, layer_runs
 from .call_trace import CallTrace, IrregularError, record
 from .capture import capture as capture_whole
+from .capture import least_of
 from .errors import CaptureError
 from .layer_proof import Proof, prove
 from .layer_runs import LEADING, Run
@@ -29,8 +32,11 @@ from .twin import fake_copy, on_meta
 
 
 @dataclass(frozen=True)
-class _Small:
-    """The model with few layers and what is known of the rest. ``names``: its layers -> those of the whole model."""
+class Small:
+    """The model with few layers and what is known of the rest.
+
+    ``names``: its layers -> those of the whole model; ``whole``: the operations of all layers.
+    """
 
     model: nn.Module
     runs: list[Run]
@@ -61,19 +67,17 @@ def capture(
     The graph lacks the layers that `Regions` lists until `fx_passes.stamp` has run. Raises `CaptureError`.
     """
     kwargs = dict(kwargs or {})
+    model = experts.capturable(model).model
     if on_meta(model):
         model, args, kwargs = fake_copy((model, args, kwargs), FakeTensorMode())
-    layers = sum(len(found) for _, found in layer_runs.lists(model))
-    runs = layer_runs.find(model)
-    if not runs:
-        return whole(model, method, args, kwargs, "" if layers == 0 else "no run of like layers is long enough")
     try:
-        small = _small(model, method, args, kwargs, runs)
+        small = fold(model, method, args, kwargs)
         program = capture_whole(small.model, method, args, kwargs)
         regions = _bind(program, small, _Call(model, args, kwargs))
     except (IrregularError, CaptureError) as e:
         # A fault of the model comes up again where all layers are captured, and names the right one.
         return whole(model, method, args, kwargs, str(e).splitlines()[0])
+    layers = sum(len(found) for _, found in layer_runs.lists(model))
     program.facts[REGIONS] = Regions(regions, layers, len(small.names))
     return program
 
@@ -88,7 +92,15 @@ def whole(
     return program
 
 
-def _small(model: nn.Module, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], runs: list[Run]) -> _Small:
+def fold(model: nn.Module, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Small:
+    """The model without layers that are proven to do what others do.
+
+    Raises:
+        IrregularError: there are none, or the proof fails; names the layer and what differs.
+    """
+    runs = layer_runs.find(model)
+    if not runs:
+        raise IrregularError("no run of like layers is long enough")
     small = layer_runs.reduced(model, runs)
     layers: dict[str, nn.Module] = {}
     kept: dict[str, nn.Module] = {}
@@ -102,13 +114,14 @@ def _small(model: nn.Module, method: str, args: tuple[Any, ...], kwargs: Mapping
     if recorded.changed:
         raise IrregularError(f"the call changes Python state: {recorded.changed[0]}")
     proof = prove(recorded, record(small, method, args, kwargs, kept), runs, names)
-    return _Small(small, runs, names, recorded, proof)
+    return Small(small, runs, names, recorded, proof)
 
 
-def _bind(program: Program, small: _Small, call: _Call) -> tuple[Region, ...]:
+def _bind(program: Program, small: Small, call: _Call) -> tuple[Region, ...]:
     """Names inputs, result and provenance of ``program`` as in the whole model; the regions to stamp."""
     here = replace(call, model=small.model)
     placeholders: dict[int, str] = {}
+    moved: dict[str, str] = {}
     nodes = program.gm.graph.find_nodes(op="placeholder")
     for i, (spec, node) in enumerate(zip(program.inputs, nodes, strict=True)):
         path = parse_path(spec.source)
@@ -118,14 +131,16 @@ def _bind(program: Program, small: _Small, call: _Call) -> tuple[Region, ...]:
         if str(found) != spec.source:
             node._rename(input_name(found))
             node.target = node.name
+        moved[spec.name] = node.name
         program.inputs[i] = replace(spec, name=node.name, source=str(found))
         placeholders[wanted] = node.name
+    program.facts[LEAST] = {moved[name]: value for name, value in program.facts[LEAST].items()}
     program.output = _result(program.output, small, here, call)
     for node in program.gm.graph.nodes:
         inside = str(node.meta.get("module_path", ""))
-        if (moved := renamed(inside, small.names)) != inside:
-            node.meta["module_path"] = moved
-            node.meta["layer"] = layer_of(moved)
+        if (there := renamed(inside, small.names)) != inside:
+            node.meta["module_path"] = there
+            node.meta["layer"] = layer_of(there)
     program.gm.recompile()
     specs = {s.name: s for s in program.inputs}
     regions = tuple(
@@ -133,7 +148,6 @@ def _bind(program: Program, small: _Small, call: _Call) -> tuple[Region, ...]:
         for run, units in zip(small.runs, small.proof.units, strict=True)
     )
     _check_memory(regions, specs, call)
-    _check_values(regions, program.facts.get("least", {}), call)
     return regions
 
 
@@ -142,7 +156,7 @@ def input_name(path: Path) -> str:
     return re.sub(r"\W+", "_", str(path)).strip("_")
 
 
-def _result(output: OutputSpec, small: _Small, here: _Call, call: _Call) -> OutputSpec:
+def _result(output: OutputSpec, small: Small, here: _Call, call: _Call) -> OutputSpec:
     def leaf(kind: str, value: Any) -> tuple[str, Any]:
         if kind not in ("source", "view") or value == "self":
             return kind, value
@@ -154,7 +168,7 @@ def _result(output: OutputSpec, small: _Small, here: _Call, call: _Call) -> Outp
 
 
 def _region(
-    run: Run, units: Mapping[int, Mapping[int, int]], small: _Small, placeholders: Mapping[int, str],
+    run: Run, units: Mapping[int, Mapping[int, int]], small: Small, placeholders: Mapping[int, str],
     specs: Mapping[str, InputSpec], call: _Call,
 ) -> Region:
     def names(number: int) -> list[str]:
@@ -172,7 +186,8 @@ def _region(
         inputs = {
             placeholders[key]: _spec(specs[placeholders[key]], units[unit][key], call, prefixes) for key in bound
         }
-        copies.append(Copy(prefixes, inputs))
+        least = {name: least_of(spec, call.get(parse_path(spec.source))) for name, spec in inputs.items()}
+        copies.append(Copy(prefixes, inputs, least))
     order = [s.layer for s in small.whole.segments]
     stop = order.index(names(2)[-1])
     after = set(small.names.values()) & {layer for layer in order[stop + 1 :] if layer is not None}
@@ -230,18 +245,14 @@ def _check_memory(regions: Sequence[Region], specs: Mapping[str, InputSpec], cal
         holders.setdefault(tensors[spec.source].untyped_storage()._cdata, []).append(spec)
     missing = {spec.source for spec in copies}
     for group in holders.values():
-        if len({id(tensors[s.source]) for s in group}) > 1 and any(s.mutated for s in group):
-            shared = next((s.source for s in group if s.source in missing), None)
-            if shared is not None:
-                raise IrregularError(f"{shared} shares memory with another tensor of the call, and one is written")
+        extents = sorted((*_extent(tensors[s.source]), s.source, s.mutated) for s in group)
+        for (_, end, a, a_written), (start, _, b, b_written) in pairwise(extents):
+            if start < end and tensors[a] is not tensors[b] and (a_written or b_written) and missing & {a, b}:
+                raise IrregularError(f"{a} and {b} overlap in memory, and one is written")
 
 
-def _check_values(regions: Sequence[Region], least: Mapping[str, float], call: _Call) -> None:
-    """Facts about values (`capture`: the smallest entry of a vector) must hold in each layer as in the template."""
-    for region in regions:
-        for copy in region.copies:
-            for name, spec in copy.inputs.items():
-                value = call.get(parse_path(spec.source))
-                if name in least and (float(value.detach().min()) >= 0) != (least[name] >= 0):
-                    raise IrregularError(f"{spec.source} has negative entries where the layers before have none,"
-                                         " or the other way round")
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First element of its storage that ``tensor`` uses, and the one behind the last, in bytes."""
+    last = sum((int(n) - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    first = int(tensor.storage_offset())
+    return first * tensor.element_size(), (first + (last if tensor.numel() else -1) + 1) * tensor.element_size()

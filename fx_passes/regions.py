@@ -26,11 +26,12 @@ class Copy:
     """One unit that was left out.
 
     ``prefixes``: the submodules of the template -> those of this unit. ``inputs``: what each placeholder of the
-    template is bound to here; ``name`` is a wish.
+    template is bound to here; ``name`` is a wish. ``least``: as ``facts["least"]``, by placeholder of the template.
     """
 
     prefixes: Mapping[str, str]
     inputs: Mapping[str, InputSpec]
+    least: Mapping[str, float | None]
 
 
 @dataclass(frozen=True)

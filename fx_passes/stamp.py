@@ -20,6 +20,7 @@ from cannopy.fx_passes.normalise.writes import NONNEGATIVE
 from cannopy.fx_passes.program import Program, WeightEntry
 from cannopy.fx_passes.regions import AFTER, BEFORE, FIRST, REGIONS, TEMPLATE, Copy, Region
 from cannopy.fx_passes.verifier import NEW_MUTATIONS
+from cannopy.fx_passes.weight_plan import LEAST, LEAST_READ
 
 NAME = "regions"
 
@@ -70,6 +71,7 @@ class _Stamp:
         self._pair_inputs()
         self._pair_calls()
         self._check_users()
+        self._check_values()
         last = {node: node for node in self.shift.values()}
         template = [n for n in self.graph.nodes if n in last]
         cursor = _Cursors(template, self.entries)
@@ -143,6 +145,15 @@ class _Stamp:
                 stray = next((u for u in node.users if self.places[u] == AFTER), None)
                 if stray is not None:
                     raise StampError(f"{stray.name} reads values of single layers ({node.name})", stray)
+
+    def _check_values(self) -> None:
+        """What a rule was told of a weight's values must hold in the copies."""
+        known = self.program.facts.get(LEAST, {})
+        for name in sorted(self.program.facts.get(LEAST_READ, ())):
+            for copy in self.region.copies if name in self.region.shift.values() else ():
+                value = copy.least.get(name)
+                if (value is not None and value >= 0) != (known.get(name, -1.0) >= 0):
+                    raise StampError(f"{copy.inputs[name].source} has another sign than {name}, which a rule asked for")
 
     def _copy(self, copy: Copy, template: list[fx.Node], last: Nodes, cursor: _Cursors) -> Nodes:
         """The nodes of one missing unit by those of the template; ``last`` are those of the unit before it."""

@@ -12,6 +12,10 @@ from cannopy.fx_passes.graph import Editor, where
 from cannopy.fx_passes.program import Program, WeightEntry
 
 
+LEAST, LEAST_READ = "least", "least read"
+"""Keys of `Program.facts`: the smallest entries of weights by placeholder, and which of them a rule has asked for."""
+
+
 class WeightSourceError(ValueError):
     """A weight was to be derived from a value that is not constant over the steps of the model."""
 
@@ -40,11 +44,13 @@ def least(program: Program, node: object) -> float:
     """The smallest entry of a small parameter or buffer when the program was captured, NaN when that is not known.
 
     A rewrite that relies on it must derive a weight whose recipe asserts it again: the user may load other values.
+    Rules may ask for the sign only: layers that were left out (`regions`) must agree in it with the one that was asked.
     """
-    if why_not_weight(program, node) is not None:
+    if not isinstance(node, fx.Node) or why_not_weight(program, node) is not None:
         return math.nan
-    known: dict[str, float] = program.facts.get("least", {})
-    return known.get(node.name, math.nan) if isinstance(node, fx.Node) else math.nan
+    known: dict[str, float] = program.facts.get(LEAST, {})
+    program.facts[LEAST_READ] = program.facts.get(LEAST_READ, frozenset()) | {node.name}
+    return known.get(node.name, math.nan)
 
 
 def preview(editor: Editor, sources: Sequence[fx.Node], recipe: str) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cannopy.fusion_rules.engine.record import Hit, Log, Miss
 from cannopy.fx_passes.regions import Regions, layer_of, prefix_of, renamed
@@ -36,7 +36,7 @@ def _moved(entry: Entry, prefixes: Mapping[str, str]) -> Entry:
     def at(name: str) -> str:
         return f"{name}@{layer}"
 
-    moved = replace(entry, node=at(entry.node), layer=layer, module_path=path, nodes=tuple(map(at, entry.nodes)))
-    if isinstance(moved, Miss):
-        return replace(moved, anchor=at(moved.anchor))
-    return replace(moved, made=tuple(map(at, moved.made)))
+    names: dict[str, Any] = {"anchor": at(entry.anchor)} if isinstance(entry, Miss) else {
+        "made": tuple(map(at, entry.made))}  # fmt: skip
+    return replace(entry, node=at(entry.node), layer=layer, module_path=path, nodes=tuple(map(at, entry.nodes)),
+                   **names)

@@ -141,13 +141,17 @@ def _pair(x: fx.Node, y: fx.Node, pairs: dict[fx.Node, fx.Node]) -> None:
             continue
         pairs[x] = y
         assert (x.op, x.target) == (y.op, y.target) or x.op == "output", f"{x.format_node()} / {y.format_node()}"
-        operands: list[list[fx.Node]] = [[], []]
-        texts = [repr(fx.node.map_arg((n.args, n.kwargs), lambda m, i=i: operands[i].append(m)))  # type: ignore[misc]
-                 for i, n in enumerate((x, y))]
-        assert texts[0] == texts[1]
+        (text, operands), (other_text, others) = _call(x), _call(y)
+        assert text == other_text
         assert dump.kind(x.meta.get("val")) == dump.kind(y.meta.get("val"))
         assert [x.meta.get(k) for k in _META] == [y.meta.get(k) for k in _META], x.name
-        pending += zip(*operands, strict=True)
+        pending += zip(operands, others, strict=True)
+
+
+def _call(node: fx.Node) -> tuple[str, list[fx.Node]]:
+    """The arguments of ``node`` without its operands, and these."""
+    operands: list[fx.Node] = []
+    return repr(fx.node.map_arg((node.args, node.kwargs), operands.append)), operands
 
 
 def counts(program: Program, done: pipeline.Compilation) -> dict[str, Any]:

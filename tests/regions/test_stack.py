@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from cannopy.fx_passes import dump
-
 from tests.regions.support import SLOTS, WIDTH, Layer, Stack, assert_same, counts, found, lower, stack_call
 
 

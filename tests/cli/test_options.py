@@ -16,6 +16,7 @@ VARIANTS = {
     "block_size": 64,
     "fusions": {"rms_norm": False},
     "pipeline": "normalise,lift,fuse,legalise",
+    "regions": False,
 }
 NOT_IN_TEXT = {"cache_dir": Path("/x"), "use_cache": False, "dump_dir": Path("/x"), "verify": False,
                "rules": (Path("/x"),)}

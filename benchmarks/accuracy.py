@@ -30,8 +30,8 @@ STEP_GOAL = 0.15
 SENSITIVE = 20
 HEAD = """# Accuracy of the cost model
 
-Written by `python benchmarks/accuracy.py`. Measured times are published figures for Atlas A3 dies; no kernel was run for
-this page. The points are in `stream_scheduler/calibration/`, the constants in `stream_scheduler/constants/`, and
+Written by `python benchmarks/accuracy.py`. Measured times are published figures for Atlas A3 dies; no kernel was run
+for this page. The points are in `stream_scheduler/calibration/`, the constants in `stream_scheduler/constants/`, and
 `python benchmarks/calibrate.py` gives the constants again. One set of constants makes every prediction below.
 
 *Left out* is the prediction of a point by constants that were fitted without it (of both points of a pair that differ
@@ -76,7 +76,8 @@ def judge(constants: Constants) -> list[Judged]:
 
 def mean_left_out(judged: Iterable[Judged], file: str) -> float:
     """Mean absolute left-out error of one file."""
-    return statistics.mean(abs(j.left_out_error) for j in judged if j.point.file == file and j.left_out_error is not None)
+    errors = (j.left_out_error for j in judged if j.point.file == file)
+    return statistics.mean(abs(e) for e in errors if e is not None)
 
 
 def _table(head: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:
@@ -176,8 +177,8 @@ def page(judged: list[Judged], constants: Constants) -> str:
     ]
     lines += [
         "## Networks", "",
-        f"Decode steps through the simulator. {fitted} are fitted on `network.csv`; *left out* is the step by constants "
-        "fitted on the other networks.", "", *_steps(steps, left_out),
+        f"Decode steps through the simulator. {fitted} are fitted on `network.csv`; *left out* is the step by "
+        "constants fitted on the other networks.", "", *_steps(steps, left_out),
         "Published steps that no constant was fitted on:", "", *_steps(wide(constants)),
         "Effects of plans (`plan_effects.csv`):", "", *_steps(effects(constants)),
     ]

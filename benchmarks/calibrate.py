@@ -41,9 +41,9 @@ def text(constants: Constants, groups: tuple[Group, ...]) -> str:
         for searched in group.constants:
             section, _, name = searched.name.partition(".")
             entry = constants.entry(searched.name)
-            value = f"{entry.value:.{DIGITS}g}"
             sections.setdefault(section, []).append(
-                f'  {name}: {{value: {value}, unit: {entry.unit}, fitted_on: "{entry.fitted_on}", source: "{entry.source}"}}'
+                f"  {name}: {{value: {entry.value:.{DIGITS}g}, unit: {entry.unit}, "
+                f'fitted_on: "{entry.fitted_on}", source: "{entry.source}"}}'
             )
     return HEAD + "\n".join(line for name, lines in sections.items() for line in (f"{name}:", *lines)) + "\n"
 

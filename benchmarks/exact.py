@@ -77,7 +77,7 @@ def exact_lines() -> list[str]:
     """The counts as a Markdown table."""
     rows = [f"| {e.name} | {e.published} | {e.computed} |" for e in (*traffic(), *indexer(), *ratios())]
     return [
-        "Cache bytes at one byte an element, MACs of q k alone and scores at one byte, as the published table counts them.",
+        "Cache bytes and scores at one byte an element, MACs of q k alone, as the published table counts them.",
         "",
         "| count | published | computed |",
         "| --- | --- | --- |",

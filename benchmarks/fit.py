@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import yaml
 from scipy.optimize import least_squares
@@ -61,19 +62,17 @@ class Group:
 
 def load_groups() -> tuple[Group, ...]:
     """The groups of groups.yaml."""
+    entries = yaml.safe_load(GROUPS.read_text(encoding="utf-8"))
     return tuple(
-        Group(
-            entry["name"],
-            tuple(entry["points"]),
-            tuple(
-                Searched(
-                    name, c["start"], c.get("low", c["start"] / WIDE), c.get("high", c["start"] * WIDE), c.get("prior"), c["unit"], c["source"]
-                )
-                for name, c in entry["constants"].items()
-            ),
-        )
-        for entry in yaml.safe_load(GROUPS.read_text(encoding="utf-8"))
+        Group(e["name"], tuple(e["points"]), tuple(_searched(name, c) for name, c in e["constants"].items()))
+        for e in entries
     )
+
+
+def _searched(name: str, entry: Mapping[str, Any]) -> Searched:
+    start = entry["start"]
+    low, high = entry.get("low", start / WIDE), entry.get("high", start * WIDE)
+    return Searched(name, start, low, high, entry.get("prior"), entry["unit"], entry["source"])
 
 
 def reference_hardware() -> Hardware:

@@ -28,7 +28,8 @@ def fit_networks(group: Group, constants: Constants, without: str = "") -> Const
 
     def replaced(moves: Sequence[float]) -> Constants:
         """The constants for moves in logarithms, with 1 for the start, so that a step relative to them is not none."""
-        return constants.replaced({c.name: c.start * math.exp(m - 1) for c, m in zip(group.constants, moves, strict=True)})
+        pairs = zip(group.constants, moves, strict=True)
+        return constants.replaced({c.name: c.start * math.exp(m - 1) for c, m in pairs})
 
     def residuals(moves: Sequence[float]) -> list[float]:
         errors = [math.log(1 + row.error) for row in rows(replaced(moves)) if model_of(row) != without]

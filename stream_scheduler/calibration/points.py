@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from importlib.resources import files
 from types import MappingProxyType
 from typing import Any
@@ -46,14 +46,14 @@ class Point:
         return estimate(self.work, hardware=hardware, constants=constants, share=self.share)
 
 
-@lru_cache(maxsize=None)
+@cache
 def table(name: str) -> tuple[Mapping[str, str], ...]:
     """Rows of ``name``.csv as text by column."""
     text = (files(__package__) / f"{name}.csv").read_text(encoding="utf-8")
     return tuple(MappingProxyType(row) for row in csv.DictReader(text.splitlines()))
 
 
-@lru_cache(maxsize=None)
+@cache
 def load_points(name: str) -> tuple[Point, ...]:
     """The kernels of one file, in its order; ``name`` is in `FITTED` or `HELD_OUT`."""
     return tuple(_point(name, row) for row in table(name))

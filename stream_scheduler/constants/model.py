@@ -15,7 +15,7 @@ import yaml
 KEYS = frozenset({"value", "unit", "fitted_on", "source"})
 
 
-class UnknownConstant(KeyError):
+class UnknownConstantError(KeyError):
     """No constant has this name; the message has the nearest one."""
 
     def __str__(self) -> str:
@@ -46,12 +46,12 @@ class Constants:
         return self.entry(name).value
 
     def entry(self, name: str) -> Constant:
-        """The constant with its unit and source. `UnknownConstant` when there is none."""
+        """The constant with its unit and source. `UnknownConstantError` when there is none."""
         try:
             return self.table[name]
         except KeyError:
-            close = difflib.get_close_matches(name, self.table, n=1, cutoff=0.0)
-            raise UnknownConstant(f"unknown constant {name!r}; did you mean {close[0] if close else None!r}?") from None
+            (nearest,) = difflib.get_close_matches(name, self.table, n=1, cutoff=0.0) or ("none",)
+            raise UnknownConstantError(f"unknown constant {name!r}; did you mean {nearest!r}?") from None
 
     def names(self, section: str = "") -> tuple[str, ...]:
         """Names in file order; those of one section when it is given."""

@@ -1,7 +1,7 @@
 """Cost of kernels: bytes and MACs in symbols (kernels/), time from them (laws/)."""
 
 from .chip import Share
-from .estimate import BOUNDS, Estimate, UnknownKernel, estimate, kernel, kernel_names
+from .estimate import BOUNDS, Estimate, UnknownKernelError, estimate, kernel, kernel_names
 from .kernel import Kernel, Role, Size, SizeError, Work
 from .kernels.grouped_matmul import active_experts
 from .sensitivity import Sensitivity, sensitivity
@@ -15,7 +15,7 @@ __all__ = [
     "Share",
     "Size",
     "SizeError",
-    "UnknownKernel",
+    "UnknownKernelError",
     "Work",
     "active_experts",
     "estimate",

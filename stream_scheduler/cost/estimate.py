@@ -19,7 +19,7 @@ from .laws import LAWS
 BOUNDS = ("launch", "cube", "vector", "hbm", "l2", "link")
 
 
-class UnknownKernel(ValueError):
+class UnknownKernelError(ValueError):
     """No kernel has this name; the message has the nearest one."""
 
 
@@ -67,11 +67,12 @@ def kernel_names() -> tuple[str, ...]:
 
 
 def kernel(name: str) -> Kernel:
-    """The kernel called ``name``. `UnknownKernel` with the nearest name."""
+    """The kernel called ``name``. `UnknownKernelError` with the nearest name."""
     found = _kernels().get(name)
     if found is None:
         close = difflib.get_close_matches(name, kernel_names(), n=1, cutoff=0.0)
-        raise UnknownKernel(f"unknown kernel {name!r}; did you mean {close[0]!r}? known: {', '.join(kernel_names())}")
+        known = ", ".join(kernel_names())
+        raise UnknownKernelError(f"unknown kernel {name!r}; did you mean {close[0]!r}? known: {known}")
     return found
 
 
@@ -85,13 +86,11 @@ def estimate(
 ) -> Estimate:
     """Predict one kernel on ``share`` of a die of ``hardware`` (None: the whole die, nothing in L2).
 
-    ``what`` is a kernel or its name with ``sizes``, or work that was counted before. Raises `UnknownKernel`,
+    ``what`` is a kernel or its name with ``sizes``, or work that was counted before. Raises `UnknownKernelError`,
     `SizeError` for wrong sizes, ValueError for a dtype that the cube does not have.
     """
-    if isinstance(what, Work):
-        work = what
-    else:
-        work = (kernel(what) if isinstance(what, str) else what).work(**(sizes or {}))
+    chosen = kernel(what) if isinstance(what, str) else what
+    work = chosen if isinstance(chosen, Work) else chosen.work(**(sizes or {}))
     chip = Chip(hardware, load_constants() if constants is None else constants, share or Share())
     parts = LAWS[work.kernel.law](work, chip)
     times = {name: getattr(parts, name) for name in BOUNDS}
@@ -106,4 +105,4 @@ def estimate(
     )
 
 
-__all__ = ["BOUNDS", "Chip", "Estimate", "Parts", "UnknownKernel", "estimate", "kernel", "kernel_names"]
+__all__ = ["BOUNDS", "Chip", "Estimate", "Parts", "UnknownKernelError", "estimate", "kernel", "kernel_names"]

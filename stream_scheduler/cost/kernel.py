@@ -38,6 +38,7 @@ class Size:
         return sympy.Symbol(self.name, positive=True)
 
 
+ZERO = sympy.Integer(0)
 Amounts = Mapping[Role, sympy.Expr]
 
 
@@ -48,9 +49,9 @@ class Kernel:
     Bytes of ``read`` and ``write`` by role of the tensor; ``macs`` multiply-accumulates on the cube in
     ``mac_dtype``; ``vector_ops`` FP32 lane operations on the vector cores; ``link_bytes`` bytes that leave this die.
     ``law`` names the time law and ``counts`` has what else it asks for, such as the independent rows or tasks that
-    are spread over the cores; attention has ``qk_macs`` (of q k alone) and ``scores`` there as well. ``cube`` and ``vector`` say which core pools the kernel occupies.
-    ``contract`` is the device op whose limits are in fusion_rules/contracts, None for kernels of plain ATen ops.
-    ``source`` says where the formulas are from.
+    are spread over the cores; attention has ``qk_macs`` (of q k alone) and ``scores`` there as well. ``cube`` and
+    ``vector`` say which core pools the kernel occupies. ``contract`` is the device op whose limits are in
+    fusion_rules/contracts, None for kernels of plain ATen ops. ``source`` says where the formulas are from.
     """
 
     name: str
@@ -60,10 +61,10 @@ class Kernel:
     source: str
     read: Amounts = field(default_factory=dict)
     write: Amounts = field(default_factory=dict)
-    macs: sympy.Expr = sympy.Integer(0)
+    macs: sympy.Expr = ZERO
     mac_dtype: str = "bf16"
-    vector_ops: sympy.Expr = sympy.Integer(0)
-    link_bytes: sympy.Expr = sympy.Integer(0)
+    vector_ops: sympy.Expr = ZERO
+    link_bytes: sympy.Expr = ZERO
     counts: Mapping[str, sympy.Expr] = field(default_factory=dict)
     cube: bool = False
     vector: bool = True

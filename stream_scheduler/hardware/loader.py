@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache
 from importlib.resources import files
 from types import MappingProxyType
 from typing import Any
@@ -17,14 +17,14 @@ FAMILIES = ("atlas-a2", "atlas-a3", "atlas-950")
 _TRUST = ("A", "B", "C", "D", "E")
 
 
-class UnknownHardware(ValueError):
+class UnknownHardwareError(ValueError):
     """No description has this name; the message has the nearest one."""
 
 
 def load_hardware(name: str) -> Hardware:
     """The chip called ``name``: a family (``atlas-a3``), an alias, or a SoC name with or without ``Ascend``.
 
-    Case does not matter. Raises `UnknownHardware` with the nearest name.
+    Case does not matter. Raises `UnknownHardwareError` with the nearest name.
     """
     wanted = name.strip().lower()
     for family in FAMILIES:
@@ -36,7 +36,7 @@ def load_hardware(name: str) -> Hardware:
     known = hardware_names()
     close = difflib.get_close_matches(wanted, [k.lower() for k in known], n=1, cutoff=0.0)
     nearest = next(k for k in known if k.lower() == close[0])
-    raise UnknownHardware(f"unknown target {name!r}; did you mean {nearest!r}? known: {', '.join(known)}")
+    raise UnknownHardwareError(f"unknown target {name!r}; did you mean {nearest!r}? known: {', '.join(known)}")
 
 
 def hardware_names() -> tuple[str, ...]:
@@ -50,13 +50,13 @@ def _names(table: Mapping[str, Any]) -> dict[str, str]:
     return {**table["names"], **{soc: soc for soc in table["parts"]}}
 
 
-@lru_cache(maxsize=None)
+@cache
 def _table(family: str) -> Mapping[str, Any]:
     text = (files(__package__) / f"{family}.yaml").read_text(encoding="utf-8")
     return MappingProxyType(yaml.safe_load(text))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _hardware(family: str, soc: str) -> Hardware:
     table = _table(family)
     rows = {**table["figures"], **table["parts"][soc]}

@@ -12,10 +12,14 @@ import sympy
 from cannopy.stream_scheduler.cost.kernel import Kernel, Role, sizes
 
 SOURCE = "HCCL user guide, introduction to the collective algorithms (alpha-beta-gamma model)"
-_SIZES, (_P, _N) = sizes("ranks: dies of the group", "bytes_per_rank: bytes of one rank's shard; all_reduce: of the tensor")
+_SIZES, (_P, _N) = sizes(
+    "ranks: dies of the group", "bytes_per_rank: bytes of one rank's shard; all_reduce: of the tensor"
+)
 
 
-def _collective(name: str, summary: str, read: sympy.Expr, write: sympy.Expr, link: sympy.Expr, peer: sympy.Expr) -> Kernel:
+def _collective(
+    name: str, summary: str, read: sympy.Expr, write: sympy.Expr, link: sympy.Expr, peer: sympy.Expr
+) -> Kernel:
     return Kernel(
         name,
         f"collective_{name}",

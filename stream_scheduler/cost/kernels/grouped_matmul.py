@@ -7,7 +7,7 @@ it; with uniform routing the expected number is E (1 - (1 - k / experts)^tokens)
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import sympy
 
@@ -29,7 +29,7 @@ _SIZES, (_T, _TOPK, _E, _LOCAL, _K, _N) = sizes(
 
 def active_experts(local: Number, total: Number, top_k: Number, tokens: Number) -> Number:
     """Expected number of the ``local`` experts that at least one of ``tokens`` tokens takes."""
-    return local * (1 - (1 - top_k / total) ** tokens)
+    return cast(Number, local * (1 - (1 - top_k / total) ** tokens))
 
 
 _ROWS = _T * _TOPK * _LOCAL / _E

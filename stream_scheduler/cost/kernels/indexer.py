@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from cannopy.stream_scheduler.cost.kernel import Kernel, Role, sizes
 
-SOURCE = "op-plugin documentation of npu_lightning_indexer; top-k cycles: operator guide of DeepSeek-V3.2 in cann-recipes-infer"
+SOURCE = (
+    "op-plugin documentation of npu_lightning_indexer; top-k cycles: operator guide of DeepSeek-V3.2 in "
+    "cann-recipes-infer"
+)
 
 _SIZES, (_B, _Q, _S, _H, _D, _E, _TOPK) = sizes(
     "batch: sequences on this die",

@@ -70,7 +70,7 @@ TOP_K = Kernel(
 
 KERNELS = (
     _norm("rms_norm", "root mean square norm", 1, 1, 4, "npu_rms_norm"),
-    _norm("add_rms_norm", "residual add and root mean square norm; the sum is written too", 2, 2, 5, "npu_add_rms_norm"),
+    _norm("add_rms_norm", "residual add and norm; the sum is written too", 2, 2, 5, "npu_add_rms_norm"),
     _norm("layer_norm", "layer norm", 1, 1, 7, None),
     _plain("softmax", "softmax of FP32 scores", 4, 4, 5),
     _plain("reduce", "sum, mean or maximum of each row, BF16 in", 2, 0, 1),

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ..fx_passes import calls
 from ..fx_passes.program import InputSpec, Program
-from . import dynamo, failures, provenance, sdpa
+from . import dynamo, experts, failures, provenance, sdpa
 from .bindings import Binder, Bound
 from .errors import CaptureError
 from .results import describe
@@ -46,7 +46,8 @@ def capture(
 
     Nothing is computed, and neither the user's objects nor Dynamo's caches change. Shapes, strides, dtypes and
     Python values are those of this call. Static caches must be initialised (`state.prepare_state`).
-    A model on the meta device is captured as if it were on the CPU.
+    A model on the meta device is captured as if it were on the CPU. Loops over experts that depend on the data are
+    replaced by equal methods in a twin of the model (`experts`).
 
     Returns:
         A program whose ``facts["constants"]`` has the values of the arguments that are no tensors, by path, and
@@ -56,6 +57,8 @@ def capture(
         CaptureError: no single functional graph stands for this call; names the source line and the usual cure.
     """
     kwargs = dict(kwargs or {})
+    twin = experts.capturable(model)
+    model = twin.model
     if on_meta(model):
         model, args, kwargs = fake_copy((model, args, kwargs), FakeTensorMode())
     bound = _bound_method(model, method)
@@ -66,7 +69,7 @@ def capture(
     try:
         trace = dynamo.trace(bound, args, kwargs)
     except TorchDynamoException as e:
-        raise failures.from_dynamo(e) from e
+        raise failures.from_dynamo(e, twin.refused) from e
     if trace is None:
         raise CaptureError(f"{type(model).__name__}.{method} does no tensor operation: there is nothing to compile")
     failures.check_effects(trace.effects)

@@ -27,6 +27,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import get_metrics_context
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+from torch._dynamo.variables.torch_function import TorchFunctionModeStackVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._guards import CompileContext, TracingContext, compile_context, tracing
 
@@ -63,6 +64,8 @@ def _effects(side_effects: Any) -> list[Effect]:
     found = []
     for variable in side_effects._get_modified_vars():
         if not isinstance(variable.mutation_type, AttributeMutationExisting | ValueMutationExisting):
+            continue
+        if isinstance(variable, TorchFunctionModeStackVariable):  # a `with` of a mode, over by the end of the method
             continue
         assigned = side_effects.store_attr_mutations.get(variable, {})
         changed = tuple(name for name, value in assigned.items() if not _restored(variable, name, value))

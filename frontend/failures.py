@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,8 +52,8 @@ def _in_experts(frames: list[traceback.FrameSummary], where: SourceLine | None) 
     return "expert" in names.lower()
 
 
-def from_dynamo(error: BaseException) -> CaptureError:
-    """The refusal for an exception of the tracer."""
+def from_dynamo(error: BaseException, loops: Sequence[str] = ()) -> CaptureError:
+    """The refusal for an exception of the tracer. ``loops`` says why loops over experts were not replaced."""
     frames = _frames(error)
     where = provenance.innermost(frames)
     message = str(error)
@@ -63,7 +64,7 @@ def from_dynamo(error: BaseException) -> CaptureError:
     for needle, reason, remedy in _REMEDIES:
         if needle in told:
             if _in_experts(frames, where):
-                remedy = EXPERTS_REMEDY
+                remedy = "; ".join((EXPERTS_REMEDY, *(f"this loop was not replaced, {loop}" for loop in loops)))
             return CaptureError.at(where, f"cannot capture one graph: {reason}", remedy)
     detail = f"{head}: {explanation[1]}" if explanation else head
     cause = error.__cause__

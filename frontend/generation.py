@@ -14,6 +14,13 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 """``(args, kwargs)`` of one call."""
 
 
+def _positions_are_given() -> bool:
+    """Whether a static cache does not know its length: transformers 4 counts its rows that are not zero."""
+    import transformers
+
+    return int(transformers.__version__.partition(".")[0]) < 5
+
+
 @dataclass(frozen=True)
 class GenerationCase:
     """A causal LM with a batch size, a prompt length and a cache length (in tokens).
@@ -55,7 +62,11 @@ class GenerationCase:
 
     def prefill(self, ids: torch.Tensor, cache: Any) -> Call:
         """The call that reads the prompt ``ids`` ``[batch, tokens]`` into ``cache``."""
-        return (ids,), {self._cache_name(): cache, "use_cache": True}
+        kwargs = {self._cache_name(): cache, "use_cache": True}
+        if _positions_are_given():
+            past = int(cache.get_seq_length())
+            kwargs["cache_position"] = torch.arange(past, past + ids.shape[1], device=ids.device)
+        return (ids,), kwargs
 
     def decode(self, ids: torch.Tensor, cache: Any) -> Call:
         """The call that reads one token per sequence, ``ids`` ``[batch, 1]``, behind what ``cache`` holds."""

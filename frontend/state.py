@@ -7,6 +7,7 @@ the method itself would give them.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,7 +17,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from . import failures
+from . import experts, failures
 from .errors import CaptureError
 from .twin import fake_copy, on_meta
 
@@ -65,6 +66,7 @@ def _run_on_fakes(
 ) -> list[Any]:
     """The copies of ``layers`` after ``method`` has run on fake copies of everything."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    model = experts.capturable(model, verify=False).model
     twin, twin_args, twin_kwargs, twin_layers = fake_copy((model, args, dict(kwargs), layers), mode)
     try:
         with mode, torch.no_grad():
@@ -83,6 +85,8 @@ def _initialise(layer: Any, twin: Any, device: torch.device | None) -> None:
 
     with torch.no_grad():
         if not layer.is_initialized:
-            layer.lazy_initialization(empty_like(twin.keys, 2), empty_like(twin.values, 2))
+            empties = empty_like(twin.keys, 2), empty_like(twin.values, 2)
+            taken = len(inspect.signature(layer.lazy_initialization).parameters)  # transformers 4 takes the keys only
+            layer.lazy_initialization(*empties[:taken])
         if not getattr(layer, "is_indexer_initialized", True):
             layer.lazy_initialization_indexer(empty_like(twin.indexer_keys, 1))

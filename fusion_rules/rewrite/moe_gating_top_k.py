@@ -18,7 +18,7 @@ from torch import fx
 
 from cannopy.fusion_rules.engine.legal import Call, refused
 from cannopy.fusion_rules.engine.match import Match
-from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Literal, Number, Pattern, Through, op
+from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Literal, Number, Op, Pattern, Through, op
 from cannopy.fusion_rules.engine.rule import NEVER, Context, Refusal, Rule
 from cannopy.fusion_rules.engine.spellings import arguments
 from cannopy.fx_passes.graph import aten, dtype, is_call, shape
@@ -78,7 +78,7 @@ MASKED = Alt((
         name="masked",
     ),
 ))
-TOPK = op(aten.topk.default, Alt((MASKED, CHOICE)), Number("k"), rest=True, name="topk")
+TOPK: Op = op(aten.topk.default, Alt((MASKED, CHOICE)), Number("k"), rest=True, name="topk")
 IDS = op(operator.getitem, TOPK, Literal(1), name="ids")
 PICKED = op(aten.gather.default, Any("gathered"), Number("gather_dim"), IDS, rest=True, name="picked")
 VALUES = op(operator.getitem, TOPK, Literal(0))
@@ -90,15 +90,26 @@ def _last(node: fx.Node, dim: object) -> bool:
     return isinstance(dim, int) and dim % len(shape(node)) == len(shape(node)) - 1
 
 
+def _vector(match: Match) -> Anything:
+    """The bias, before a vector got leading dims of size 1."""
+    bias = match.get("bias")
+    source = bias.args[0] if is_call(bias, aten.reshape.default) else bias
+    same = isinstance(source, fx.Node) and len(shape(source)) == 1 and shape(bias)[-1:] == shape(source)
+    return source if same else bias
+
+
 def _scores_refusal(match: Match) -> Refusal | None:
     """The op scores fp32 logits [T, E] over all experts, with a bias of the same dtype."""
-    logits, scores, bias = match["logits"], match["scores"], match.get("bias")
+    logits, scores, bias = match["logits"], match["scores"], _vector(match)
     if len(shape(logits)) != 2:
-        return Refusal(f"the logits must be [tokens, experts], found shape {list(shape(logits))}", logits)
+        return Refusal(f"the logits must be [tokens, experts], found shape {list(shape(logits))}", logits, "shape",
+                       "[tokens, experts]", str(list(shape(logits))), "reshape the logits to two dims first")
     if dtype(logits) != torch.float32 or dtype(scores) != torch.float32:
-        return Refusal(f"experts are chosen by {dtype(scores)} scores, the op chooses by fp32 scores", scores)
+        return Refusal(f"experts are chosen by {dtype(scores)} scores, the op chooses by fp32 scores", scores, "dtype",
+                       "torch.float32", str(dtype(scores)), "compute logits and scores of the router in float32")
     if match["norm_type"] == SOFTMAX and not _last(logits, match["softmax_dim"]):
-        return Refusal("the softmax is not over the experts", scores)
+        return Refusal("the softmax is not over the experts", scores, "constant", "the last dim",
+                       f"dim {match['softmax_dim']}")
     if bias is None:
         return None
     experts = shape(logits)[1]
@@ -113,15 +124,19 @@ def _choice_refusal(match: Match) -> Refusal | None:
     """The k largest of each row, weighted by the scores without bias."""
     topk, given = match["topk"], arguments(match["topk"])
     if not given["largest"] or not _last(topk.args[0], given["dim"]):
-        return Refusal("the top-k does not take the largest scores over the experts", topk)
+        return Refusal("the top-k does not take the largest scores over the experts", topk, "constant",
+                       "largest=True over the last dim", f"largest={given['largest']} over dim {given['dim']}")
     picked = match.get("picked")
     if picked is None:
         if match["choice"] is not match["scores"]:
-            return Refusal("the weights are taken from biased scores, the op takes them from the scores", topk)
+            return Refusal("the weights are taken from biased scores, the op takes them from the scores", topk,
+                           "operand", "the scores without bias", "the scores with the bias",
+                           "gather the weights from the scores before the correction bias")
     elif match["gathered"] is not match["scores"]:
         biased = match["gathered"] in (match["choice"], match.get("masked"))
         source = "biased scores" if biased and match["choice"] is not match["scores"] else "something else"
-        return Refusal(f"the weights are taken from {source}, the op takes them from the scores", picked)
+        return Refusal(f"the weights are taken from {source}, the op takes them from the scores", picked, "operand",
+                       "the scores without bias", source, "gather the weights from the scores before the bias")
     elif not _last(match["scores"], match["gather_dim"]):
         return Refusal("the weights are not gathered over the experts", picked)
     return None
@@ -143,8 +158,9 @@ def _groups_refusal(match: Match, program: Program) -> Refusal | None:
         best = arguments(match["group_best"])
         if best["k"] != 2 or not best["largest"] or not _last(grouped, best["dim"]):
             return Refusal(f"a group's score is the sum of its {best['k']} best, the op knows the best or the sum of "
-                           "two", match["group_best"])
-    bias = match.get("bias")
+                           "two", match["group_best"], "constant", "the best or the sum of the two best",
+                           f"the sum of {best['k']}")
+    bias = _vector(match)
     if match["fill"] == 0 and bias is not None and not least(program, bias) >= 0:
         return Refusal("dropped experts get the score 0.0, not -inf: the bias is not known to be 0 or more everywhere, "
                        "so the scores of kept experts may be negative and lose to them (transformers masks with -inf "
@@ -158,10 +174,12 @@ def _weights_refusal(match: Match, normed: bool) -> Refusal | None:
     """Sigmoid scores are renormalised, softmax scores are not."""
     if not normed and match["norm_type"] == SIGMOID:
         return Refusal("the sigmoid scores are not divided by (their sum + eps), the op always does that",
-                       match.get("picked") or match["topk"])
+                       match.get("picked") or match["topk"], "missing", "a division by (sum over the chosen + eps)",
+                       "no division", "renormalise the weights (norm_topk_prob=True), or keep the plain form")
     if normed and match["norm_type"] == SOFTMAX:
         return Refusal("softmax scores are divided by their sum after the choice, the op does not do that",
-                       match["picked"])
+                       match["picked"], "operation", "softmax scores as they are", "a division by their sum",
+                       "norm_topk_prob=False is the form that the op has")
     if normed and not _last(match["picked"], match["sum_dim"]):
         return Refusal("the scores are not divided by the sum over the chosen experts", match["picked"])
     return None
@@ -169,7 +187,7 @@ def _weights_refusal(match: Match, normed: bool) -> Refusal | None:
 
 def _bias(match: Match, call: Call, context: Context | None = None) -> Anything:
     """The bias in fp32. A bias that a 0.0 mask relies on comes through a recipe that checks it at every load."""
-    bias = match.get("bias")
+    bias = _vector(match)
     if bias is None:
         return None
     if context is not None and match.get("fill") == 0:
@@ -222,7 +240,7 @@ def _rewrite(match: Match, context: Context) -> None:
 
 
 def _rule(equation: str, weights: Pattern, normed: bool, near: int = 6) -> Rule:
-    return Rule(NAME, equation, weights, _rewrite, _checks(normed), "npu_moe_gating_top_k", near)
+    return Rule(NAME, equation, weights, _rewrite, _checks(normed), "npu_moe_gating_top_k", near, TOPK)
 
 
 def _scaled(weights: Pattern) -> Pattern:

@@ -13,6 +13,7 @@ from cannopy.fx_passes.normalise import (
     linears,
     noops,
     slices,
+    stacks,
     views,
     writes,
 )
@@ -31,6 +32,7 @@ PIPELINE: tuple[Step, ...] = (
     linears.STEP,
     noops.STEP,
     views.STEP,
+    stacks.STEP,
 )
 """The rewrites of one round, in order; equal calls are merged behind them."""
 

@@ -18,6 +18,7 @@ from benchmarks.exact import exact_lines
 from benchmarks.fit import leave_one_out, load_groups, pairs, reference_hardware
 from benchmarks.fit_networks import leave_network_out
 from benchmarks.networks import V32_4, Row, rows, wide
+from benchmarks.plans import summary
 from benchmarks.residuals import Residual, plot
 from cannopy.stream_scheduler.calibration import FITTED, HELD_OUT, Point, load_points, sources
 from cannopy.stream_scheduler.constants import Constants, load_constants
@@ -186,6 +187,8 @@ def page(judged: list[Judged], constants: Constants) -> str:
         "## What if a constant is wrong", "",
         "DeepSeek-V3.2 W8A8C8, batch 512, 64K, with each constant 30 % lower and higher, one at a time. The "
         f"{SENSITIVE} that move the step most.", "", *_sensitivity(constants),
+        "The choice between one stream, two streams, and two streams with prefetch and SuperKernel (`expert`), with "
+        "the same changes and those of the chip's figures:", "", *summary(), "",
     ]
     for file in (*FITTED, *HELD_OUT):
         lines += [f"## {file}.csv", "", *_points(judged, file)]

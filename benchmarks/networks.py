@@ -2,8 +2,9 @@
 
     python benchmarks/networks.py            table of all points
 
-Every row uses the same constants; two of them were fitted on the points of network.csv together (fit_networks.py). Layouts are the published ones; where a
-publication leaves a size open, the value that the same code base ships for that model is used and the note says so.
+Every row uses the same constants; two of them were fitted on the points of network.csv together (fit_networks.py).
+Layouts are the published ones; where a publication leaves a size open, the value that the same code base ships for that
+model is used and the note says so.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from cannopy.stream_scheduler.network.model import load_model
 from cannopy.stream_scheduler.network.report import StepEstimate, estimate_step, placement_of
 from cannopy.stream_scheduler.network.setting import Load, Parallel, Placement, Quantisation
 
-ACCEPTED_MTP2 = 1.12
-"""Drafts accepted per step with two drafts. Not published; one draft gives 0.7 and three give 1.44."""
+ACCEPTED_MTP2 = 1.15
+"""Drafts accepted per step with two drafts. Not published; 0.7 for one draft and 1.44 for three make a geometric
+series of ratio 0.643, whose first two terms are 1.15."""
 V32 = "ep=128,dp=128,o_proj_tp=4,dense_tp=4,embed_tp=16,lm_head_tp=16"
 LONGCAT = "ep=128,dp=128,o_proj_tp=8,dense_tp=8,lm_head_tp=16"
 LITE = "ep=8,dp=8,lm_head_tp=8"
@@ -48,7 +50,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Case:
-    """One step: model, load, layout, quantisation and placement (``serial``, ``streams``, ``expert``)."""
+    """One step: model, load, layout, quantisation and placement (``serial``, ``streams``,
+    ``prefetch``: streams and prefetch, ``super_kernel``: streams and SuperKernel, ``expert``: all)."""
 
     model: str
     load: Load
@@ -68,7 +71,8 @@ class Case:
         expert = placement_of(load_model(self.model), hardware, "expert")
         if self.placement == "expert":
             return expert
-        return dataclasses.replace(expert, prefetch=False, super_kernel=False)
+        return dataclasses.replace(expert, prefetch=self.placement == "prefetch",
+                                   super_kernel=self.placement == "super_kernel")
 
 
 V32_2 = Case("deepseek-v3.2", Load("decode", 2, 65536, 3), V32, "w8a8c8", "streams")

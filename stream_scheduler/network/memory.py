@@ -108,7 +108,7 @@ def cache_total(s: Scene) -> float:
 def _buffers(s: Scene) -> float:
     """HCCL window of dispatch and combine as the recipes size it: both halves twice, at least 200 MB."""
     e, p = s.model.experts, s.parallel
-    if e is None or p.ep == 1:
+    if e is None or p.ep == 1 or s.load.phase == "prefill":
         return 200e6 if p.dies > 1 else 0.0
     hidden = s.model.hidden
     token = math.ceil(2 * hidden / 480) * 512

@@ -60,12 +60,10 @@ def _spread(b: Builder, s: Scene, x: str, picked: str) -> str:
     for the router, the dispatch and the first grouped matmul, as experts place it."""
     e, T, hidden, ep = _experts(s), s.tokens, s.model.hidden, s.parallel.ep
     int8 = s.is_int8("experts")
-    tokens = T / s.parallel.attn_tp
-    sent = b.call("dispatch", "moe_dispatch", x, picked, tokens=tokens, top_k=e.top_k, hidden=hidden, ranks=ep,
-                  payload_bytes=1 if int8 and e.dispatch_int8 else 2) if ep > 1 else _route(b, s, x, picked)
+    sent = _send(b, s, x, picked)
     shared = _shared_up(b, s, x, picked)
     rows = max(1.0, s.group_tokens * e.top_k * (e.experts / ep) / e.targets)
-    if int8 and not (e.dispatch_int8 and ep > 1):
+    if int8 and not (e.dispatch_int8 and _by_dispatch(s)):
         sent = b.call("experts_quant", "dynamic_quant", sent, rows=rows, width=hidden)
     sizes = {"tokens": s.group_tokens, "top_k": e.top_k, "experts": e.targets, "local_experts": e.experts / ep}
     kernel = _GROUPED[s.dtype("experts")]
@@ -74,14 +72,43 @@ def _spread(b: Builder, s: Scene, x: str, picked: str) -> str:
     act = activation(b, s, "experts", "experts", up, rows, e.width)
     out = b.call("experts_down", kernel, act, k=e.width, n=hidden, **sizes)
     shared = _shared_down(b, s, shared, up)
-    if ep > 1:
-        out = b.call("combine", "moe_combine", out, picked, tokens=tokens, top_k=e.top_k, hidden=hidden, ranks=ep,
-                     payload_bytes=2)
-    else:
-        out = b.call("finalize", "moe_finalize_routing", out, tokens=T, top_k=e.top_k, hidden=hidden)
+    out = _return(b, s, out, picked, rows)
     if not shared:
         return out
     return b.call("shared_add", "elementwise", out, shared, elements=T * hidden, inputs=2)
+
+
+def _by_dispatch(s: Scene) -> bool:
+    """Decode sends rows with dispatch and combine; prefill routes, exchanges and routes again."""
+    return s.parallel.ep > 1 and s.load.phase == "decode"
+
+
+def _send(b: Builder, s: Scene, x: str, picked: str) -> str:
+    """Token rows at the dies of their experts, sorted by expert."""
+    e, hidden, ep = _experts(s), s.model.hidden, s.parallel.ep
+    tokens = s.tokens / s.parallel.attn_tp
+    if _by_dispatch(s):
+        return b.call("dispatch", "moe_dispatch", x, picked, tokens=tokens, top_k=e.top_k, hidden=hidden, ranks=ep,
+                      payload_bytes=1 if s.is_int8("experts") and e.dispatch_int8 else 2)
+    sent = _route(b, s, x, picked)
+    if ep == 1:
+        return sent
+    counts = b.call("experts_counts", "all_to_all", sent, ranks=ep, bytes_per_rank=8 * e.experts)
+    sent = b.call("experts_send", "all_to_all", sent, counts, ranks=ep, bytes_per_rank=2 * tokens * e.top_k * hidden)
+    return b.call("experts_reroute", "copy", sent, elements=tokens * e.top_k * hidden)
+
+
+def _return(b: Builder, s: Scene, x: str, picked: str, rows: float) -> str:
+    """Expert rows at the dies of their tokens, weighted and summed."""
+    e, hidden, ep = _experts(s), s.model.hidden, s.parallel.ep
+    tokens = s.tokens / s.parallel.attn_tp
+    if _by_dispatch(s):
+        return b.call("combine", "moe_combine", x, picked, tokens=tokens, top_k=e.top_k, hidden=hidden, ranks=ep,
+                      payload_bytes=2)
+    if ep > 1:
+        x = b.call("experts_order", "copy", x, elements=rows * hidden)
+        x = b.call("experts_return", "all_to_all", x, ranks=ep, bytes_per_rank=2 * tokens * e.top_k * hidden)
+    return b.call("finalize", "moe_finalize_routing", x, picked, tokens=s.tokens, top_k=e.top_k, hidden=hidden)
 
 
 def _route(b: Builder, s: Scene, x: str, picked: str) -> str:

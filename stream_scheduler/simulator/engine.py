@@ -3,8 +3,9 @@
 Streams run in order. A kernel starts when what it waits for has ended, its launch gap is over and its cores are free;
 who waits longest is first in line for a pool, nobody overtakes. Running kernels and the prefetch engine divide the HBM
 bandwidth; speeds are set anew at every event. A kernel that finds part of its weights in L2 reads less from HBM.
-Inside a SuperKernel a barrier replaces the gap, each kernel but the first saves its own start, and the cores are held
-from the first kernel to the last. The same schedule gives the same trace.
+Inside a SuperKernel each kernel but the first waits for a barrier and saves its own start, and the cores are held from
+the first kernel to the last. The idle time between kernels stays: a profile of kernel durations shows the saved starts,
+and networks gain no more than those (8.75 us a layer in Hy3, nothing in LongCat-Flash-Lite). The same schedule gives the same trace.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class _Run:
             j = queues.index[name]
             delay = 0.0 if queues.tasks[j].stream == task.stream else machine.event_us
             start = max(start, self.end[j] + delay)
-        gap = machine.sync_us if self._inside(i) else machine.gap_us
+        gap = machine.gap_us + (machine.sync_us if self._inside(i) else 0.0)
         self._note(i, in_stream, start, "event")
         self._note(i, start, start + gap, "launch")
         heapq.heappush(self.ready, (start + gap, i))

@@ -14,8 +14,8 @@ class Machine:
 
     ``gap_us``: from the end of a kernel to the start of the next one in its stream. ``event_us``: additional delay of
     a dependency between streams. ``graph_us``: host time of one graph launch that nothing hides. ``saved_us``: what a
-    kernel inside a SuperKernel does not spend (its own start), ``sync_us``: the barrier in front of it, instead of a
-    gap. ``prefetch_rate``: of the engine behind `npu_prefetch`. ``l2_bytes``: how many bytes may stream through L2
+    kernel inside a SuperKernel does not spend (its own start), ``sync_us``: the barrier in front of it, on top of
+    the gap. ``prefetch_rate``: of the engine behind `npu_prefetch`. ``l2_bytes``: how many bytes may stream through L2
     before a prefetched line has gone.
     """
 

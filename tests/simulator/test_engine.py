@@ -80,11 +80,11 @@ def test_prefetched_bytes_are_evicted_by_later_traffic() -> None:
     assert trace.prefetches[0].used == pytest.approx(4_000), "what is loaded again pushes out as much once more"
 
 
-def test_super_kernel_replaces_gaps_by_barriers_and_holds_its_cores() -> None:
+def test_super_kernel_saves_starts_for_barriers_and_holds_its_cores() -> None:
     region = [Task(f"k{i}", Fixed(10, (16, 32), start_us=3), super_kernel="r") for i in range(3)]
     side = Task("side", Fixed(10, CUBE), "side", deps=("k0",))
     trace = simulate(Schedule((*region, side), graphs=0), machine(gap_us=1.5, saved_us=2, sync_us=0.5))
-    assert trace.spans["k2"].end == 1.5 + 10 + 2 * (0.5 + 8)
+    assert trace.spans["k2"].end == 1.5 + 10 + 2 * (1.5 + 0.5 + 8)
     assert trace.spans["side"].start == trace.spans["k2"].end
     assert any(i.bound == "cores" for i in trace.intervals if i.task == "side")
 

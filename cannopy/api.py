@@ -18,6 +18,7 @@ from cannopy.frontend import outputs, regions, state
 from cannopy.fx_passes import kernels
 from cannopy.fx_passes.manager import PassError
 from cannopy.fx_passes.program import Program
+from cannopy.fx_passes.regions import REGIONS, Regions
 from cannopy.fx_passes.stamp import StampError
 from cannopy.options import Options
 from cannopy.report import CompileReport
@@ -153,10 +154,11 @@ def build_options(made: pipeline.Plan) -> BuildOptions:
 def _report(
     program: Program, done: pipeline.Compilation, target: str, on_device: bool, timings: Mapping[str, float]
 ) -> dict[str, Any]:
+    known: Regions = program.facts[REGIONS]
     report = CompileReport.of(
         fusions=done.log.counts(), hits=done.log.hits, misses=done.log.misses, nodes=done.nodes,
         device="npu" if on_device else "host", timings=dict(timings), passes=done.records,
-        layers=kernels.by_layer(program.gm.graph), pipeline=done.pipeline,
+        layers=kernels.by_layer(program.gm.graph), pipeline=done.pipeline, regions=known.summary(),
     )
     report.schedule |= prediction.times(prediction.predict(program, target)[0])
     return report.to_dict()

@@ -35,10 +35,12 @@ class CompileReport:
     graph, without data, constants and metadata ops. ``ge_ops`` {GE type: count}: everything torchair submitted.
     ``cache_copies``: ops that copy a whole cache, None when unknown. ``schedule``: predicted_us, lower_bound_us and
     serial_us of the graph on its target, in microseconds; the other values are None until a scheduler has run.
-    ``cache`` {status: hit|miss|rebuilt, key, reason}. ``timings`` {step: seconds}. ``layers``: [{layer, kernels {op: count}}], the device kernels of the final graph by layer, outside of layers
-    last (layer None); counted before torchair, so an op that it splits is one here. ``device``: ``npu`` or ``host``.
-    ``versions`` {package: version}. ``pipeline``: its text (`cannopy.pipeline_text`). ``passes``: {name, seconds,
-    nodes_before, nodes_after, changes} in order.
+    ``cache`` {status: hit|miss|rebuilt, key, reason}. ``timings`` {step: seconds}. ``layers``: [{layer,
+    kernels {op: count}}], the device kernels of the final graph by layer, outside of layers last (layer None);
+    counted before torchair, so an op that it splits is one here. ``device``: ``npu`` or ``host``. ``versions``
+    {package: version}. ``pipeline``: its text (`cannopy.pipeline_text`). ``passes``: {name, seconds, nodes_before,
+    nodes_after, changes} in order. ``regions`` {layers, captured, reason}: layers in lists of layers, how many of them
+    were captured, and why all of them where some could have been left out.
     """
 
     fusions: dict[str, int] = field(default_factory=dict)
@@ -56,6 +58,7 @@ class CompileReport:
     passes: list[dict[str, Any]] = field(default_factory=list)
     layers: list[dict[str, Any]] = field(default_factory=list)
     pipeline: str = ""
+    regions: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -69,6 +72,7 @@ class CompileReport:
         passes: Sequence[PassRecord],
         layers: Mapping[int | None, Mapping[str, int]],
         pipeline: str = "",
+        regions: Mapping[str, Any] | None = None,
     ) -> CompileReport:
         """The report of what the passes did, before torchair has compiled anything."""
         return cls(
@@ -82,6 +86,7 @@ class CompileReport:
             passes=_plain(passes),
             layers=[{"layer": layer, "kernels": dict(kernels)} for layer, kernels in layers.items()],
             pipeline=pipeline,
+            regions=dict(regions or {}),
         )
 
     @classmethod

@@ -40,6 +40,9 @@ def headline(report: CompileReport) -> str:
         text += f", {report.cache_copies} full-cache copies"
     if report.pipeline not in ("", DEFAULT):
         text += f"\npipeline: {report.pipeline}"
+    if report.regions.get("captured", 0) < report.regions.get("layers", 0):
+        known = report.regions
+        text += f"\n{known['captured']} of {known['layers']} layers captured, the others are copies of them"
     cache = report.cache
     if cache:
         reason = f" ({_shortened(cache['reason'])})" if cache.get("reason") else ""

@@ -62,6 +62,10 @@ class Regions:
     reason: str = ""
     stamped: bool = field(default=False)
 
+    def summary(self) -> dict[str, int | str]:
+        """What the report says: the number of layers in lists, how many were captured, and why not fewer."""
+        return {"layers": self.layers, "captured": self.captured, "reason": self.reason}
+
     @property
     def pending(self) -> tuple[Region, ...]:
         """The runs that the graph does not hold in full."""

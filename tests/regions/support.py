@@ -144,7 +144,8 @@ def _pair(x: fx.Node, y: fx.Node, pairs: dict[fx.Node, fx.Node]) -> None:
         (text, operands), (other_text, others) = _call(x), _call(y)
         assert text == other_text
         assert dump.kind(x.meta.get("val")) == dump.kind(y.meta.get("val"))
-        assert [x.meta.get(k) for k in _META] == [y.meta.get(k) for k in _META], x.name
+        metas = [{k: n.meta.get(k) for k in _META} for n in (x, y)]
+        assert metas[0] == metas[1], f"{x.format_node()} / {y.format_node()}: {metas}"
         pending += zip(operands, others, strict=True)
 
 

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from cannopy.stream_scheduler.network.memory import Memory
     from cannopy.stream_scheduler.network.report import StepEstimate
 
+WAITS = ("event", "cores")
+"""What a stream waits for while others work."""
+
 
 def step(screen: Console, found: StepEstimate, args: argparse.Namespace) -> None:
     """Times, the table of kernels, and what bounds the step."""
@@ -35,9 +38,10 @@ def step(screen: Console, found: StepEstimate, args: argparse.Namespace) -> None
     if len(found.rows) > args.top:
         rest = found.rows[args.top:]
         screen.print(f"and {len(rest)} more, {_us(sum(row.us for row in rest))} (--top)")
-    total = sum(found.trace.bound_us().values()) or 1.0
-    screen.print("time of all streams by bound: "
-                 + ", ".join(f"{name} {us / total:.0%}" for name, us in found.trace.bound_us().items()))
+    busy = {name: us for name, us in found.trace.bound_us().items() if name not in WAITS}
+    total = sum(busy.values()) or 1.0
+    screen.print("kernels and the gaps before them by bound: "
+                 + ", ".join(f"{name} {us / total:.0%}" for name, us in busy.items()))
 
 
 def memory(screen: Console, found: Memory) -> None:

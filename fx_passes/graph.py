@@ -65,6 +65,7 @@ class Editor:
         self._rule: str | None = None
         self._mode: FakeTensorMode | None = None
         self._propagation: Propagation = gm.meta.setdefault(_PROPAGATION, Propagation())
+        self._propagation.renew()
         self._impure: dict[Any, bool] = {}
         self._placeholders: dict[str, fx.Node] = {}
         self.made: list[fx.Node] = []
@@ -164,6 +165,19 @@ class Editor:
     def item(self, x: fx.Node, index: int) -> fx.Node:
         """Output ``index`` of a node with several."""
         return self.call(operator.getitem, x, index)
+
+    def value(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """The fake value of a call that is not added; ``args`` may hold nodes and fake values."""
+        return self._propagation.value(target, args, kwargs, lambda: self.fake_mode)
+
+    def empty(self, size: Sequence[int], kind: torch.dtype) -> torch.Tensor:
+        """A fake tensor of that shape and dtype."""
+        found: torch.Tensor = self.value(aten.empty.memory_format, list(size), dtype=kind)
+        return found
+
+    def recalled(self, name: Any, operands: Any, make: Callable[[], Any]) -> Any:
+        """`Propagation.recalled` of this graph."""
+        return self._propagation.recalled(name, operands, make)
 
     def fake(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """A fake tensor of this graph's mode built by ``make``."""

@@ -24,7 +24,9 @@ def inline(editor: Editor, node: fx.Node, fn: Callable[..., Any]) -> None:
     same shape and dtype. New nodes stand before ``node`` and have its provenance. Raises `InlineError`.
     """
     tensors = list(node.all_input_nodes)
-    traced = _trace(editor, node, fn, tensors)
+    number = {tensor: f"%{i}" for i, tensor in enumerate(tensors)}
+    call = fx.node.map_arg((node.args, [*node.kwargs.items()]), number.__getitem__)
+    traced = editor.recalled(("inline", fn), (call, tensors), lambda: _trace(editor, node, fn, tensors))
     values: dict[fx.Node, Any] = {}
     feed = iter(tensors)
     result: Any = None

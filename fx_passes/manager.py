@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,6 +90,10 @@ class PassManager:
 
     def run(self, program: Program) -> list[PassRecord]:
         """Run every pass. Raises `PassError` with the program as it was before the pass that failed."""
+        with _no_collection():
+            return self._run(program)
+
+    def _run(self, program: Program) -> list[PassRecord]:
         verifier = self._start(program)
         folder = dump.Folder(self.dump_dir) if self.dump_dir is not None else None
         if folder is not None:
@@ -110,6 +116,18 @@ class PassManager:
         except VerifyError as e:
             raise PassError("(before the first)", e.check, e.node, e.expected, e.found) from e
         return verifier
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without searches for reference cycles: nodes live on, and each search looks at all there are."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _check_order(passes: Sequence[Pass], given: frozenset[str]) -> None:

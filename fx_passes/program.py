@@ -88,10 +88,16 @@ class Program:
     weights: list[WeightEntry] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     normal_form: Any = field(default=None, repr=False, compare=False)
+    _positions: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def spec(self, name: str) -> InputSpec:
         """The binding of placeholder ``name``; KeyError if there is none."""
-        for s in self.inputs:
-            if s.name == name:
-                return s
-        raise KeyError(name)
+        return self.inputs[self.position(name)]
+
+    def position(self, name: str) -> int:
+        """Where the binding of placeholder ``name`` stands in ``inputs``; KeyError if there is none."""
+        found = self._positions.get(name, -1)
+        if not 0 <= found < len(self.inputs) or self.inputs[found].name != name:
+            self._positions = {spec.name: i for i, spec in enumerate(self.inputs)}
+            found = self._positions[name]
+        return found

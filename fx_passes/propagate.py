@@ -16,7 +16,8 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
 PURE = frozenset({"aten", "prims", "cannopy"})
-"""Namespaces whose results depend on the operands' metadata only; those of device operations may depend on the chip."""
+"""Namespaces whose results depend on the operands' metadata only. Those of device operations may depend on the chip
+that is being compiled for: they are forgotten between passes."""
 
 
 class _UnknownError(Exception):
@@ -26,12 +27,17 @@ class _UnknownError(Exception):
 class Propagation:
     """Runs operators on fake values and remembers the results.
 
-    A remembered result is the same object again: whoever changes the metadata of a fake tensor in place changes it
-    for every call that has it. Nobody does; values are replaced.
+    A remembered result is the same object again, so several nodes may have one value: it tells nothing about which node
+    is meant, and whoever changes its metadata in place changes it for all of them.
     """
 
     def __init__(self) -> None:
         self._known: dict[Any, Any] = {}
+        self._of_device: dict[Any, Any] = {}
+
+    def renew(self) -> None:
+        """Forget the results of device operations."""
+        self._of_device = {}
 
     def __deepcopy__(self, memo: object) -> Propagation:
         return Propagation()
@@ -49,19 +55,33 @@ class Propagation:
         Raises KeyError for a node without a value and whatever the operator raises.
         """
         key = _key(target, args, kwargs)
-        if key is not None and key in self._known:
-            return self._known[key]
+        known = self._known if key is not None and target.namespace in PURE else self._of_device
+        if key is not None and key in known:
+            return known[key]
         values, options = fx.node.map_arg((tuple(args), dict(kwargs)), lambda n: n.meta["val"])
         with mode(), torch.no_grad():
             result = target(*values, **options)
         if key is not None:
-            self._known[key] = result
+            known[key] = result
         return result
+
+    def recalled(self, name: Any, operands: Any, make: Callable[[], Any]) -> Any:
+        """What ``make`` returns, once for all ``operands`` (nested, with nodes or tensors) of the same metadata.
+
+        ``name`` says what is made; it must not depend on anything else.
+        """
+        try:
+            key = name, _frozen(operands)
+        except _UnknownError:
+            return make()
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
 
 
 def _key(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What decides the result's metadata, or None when the call has to be run."""
-    if not isinstance(target, OpOverload) or target.namespace not in PURE or target._schema.is_mutable:
+    if not isinstance(target, OpOverload) or target._schema.is_mutable:
         return None
     try:
         return target, tuple(map(_frozen, args)), tuple((k, _frozen(v)) for k, v in kwargs.items())

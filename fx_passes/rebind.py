@@ -61,7 +61,7 @@ def rebind(program: Program, editor: Editor, placeholder: fx.Node, view: Sequenc
             with editor.before(user):
                 user.args = (placeholder, editor.reshape(value, view), *user.args[2:])
             user.meta["val"] = placeholder.meta["val"]
-    index = next(i for i, spec in enumerate(program.inputs) if spec.name == placeholder.name)
+    index = program.position(placeholder.name)
     spec = program.inputs[index]
     program.inputs[index] = replace(spec, view=None if spec.shape == tuple(view) else tuple(view))
 

@@ -38,7 +38,8 @@ class VerifyError(RuntimeError):
         self.found = found
 
 
-_Seen = tuple[Any, ...]
+_Seen = tuple[Any, Any, Any, Any, tuple[Any, ...]]
+"""What a node was: target, args, kwargs, value, shape and dtype of the value."""
 
 
 class Verifier:
@@ -61,6 +62,7 @@ class Verifier:
         Returns the number of nodes that are new, different or gone since the last verification.
         """
         graph = program.gm.graph
+        self._propagation.renew()
         changed = self._nodes(graph)
         self._scopes(graph)
         self._functional(graph, changed)
@@ -85,6 +87,7 @@ class Verifier:
         defined: set[fx.Node] = set()
         names: set[str] = set()
         changed: dict[fx.Node, _Seen] = {}
+        seen = self._seen
         for node in graph.nodes:
             for used in node.all_input_nodes:
                 if used not in defined or node not in used.users:
@@ -100,11 +103,15 @@ class Verifier:
                 raise VerifyError("metadata", node, "meta['val']", "none")
             if "source" not in meta and node.op == "call_function":
                 self._provenance(node)
-            now = (node.op, node.target, node.args, node.kwargs, meta.get("val"), *_size(meta.get("val")))
-            before = self._seen.get(node)
-            if before is None or _differs(before, now):
+            value = meta.get("val")
+            target, args, kwargs, size = node.target, node.args, node.kwargs, _size(value)
+            before = seen.get(node)
+            if before is None or not (
+                before[0] is target and before[1] is args and before[2] is kwargs and before[3] is value
+                and before[4] == size
+            ):
                 _legal(graph, node)
-                changed[node] = now
+                changed[node] = target, args, kwargs, value, size
         return changed
 
     def _provenance(self, node: fx.Node) -> None:
@@ -144,7 +151,7 @@ class Verifier:
         again = set(changed)
         for node, now in changed.items():
             before = self._seen.get(node)
-            if before is None or before[4] is not now[4] or before[5:] != now[5:]:
+            if before is None or before[3] is not now[3] or before[4] != now[4]:
                 again.update(node.users)
         for node in sorted(again):
             if node.op == "call_function" and not is_call(node, aten.copy_.default) and _scope(node) is None:
@@ -199,11 +206,6 @@ def _misplaced(graph: fx.Graph, node: fx.Node, used: fx.Node, defined: bool) -> 
         return VerifyError("topological order", node, f"to be a user of {used.name}", "it is none")
     return VerifyError("topological order", node, f"{used.name} to stand before it",
                        "it nowhere" if used.graph is not graph else "it later")
-
-
-def _differs(before: _Seen, now: _Seen) -> bool:
-    """Whether operator, arguments or value are other objects, or the value has another size or dtype."""
-    return any(a is not b for a, b in zip(before[:5], now[:5], strict=True)) or before[5:] != now[5:]
 
 
 def _size(value: Any) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import fx
 
-from cannopy.fx_passes.graph import Editor, aten, dtype, is_call, shape
+from cannopy.fx_passes.graph import Editor, aten, dtype, shape
 from cannopy.fx_passes.program import Program
 from cannopy.fx_passes.weight_plan import derived, why_not_weight
 
@@ -23,8 +23,8 @@ def run(program: Program) -> int:
     """Rewrite every linear whose weight is constant over the steps; the number rewritten."""
     editor = Editor(program.gm)
     changes = 0
-    for node in list(editor.graph.nodes):
-        if is_call(node, aten.linear.default) and why_not_weight(program, node.args[1]) is None:
+    for node in editor.calls([aten.linear.default]):
+        if why_not_weight(program, node.args[1]) is None:
             changes += _linear(program, editor, node)
     editor.sweep()
     _drop_unread(program, editor)
@@ -55,8 +55,7 @@ def _transposed(program: Program, editor: Editor, weight: fx.Node) -> fx.Node:
     entry = next((e for e in program.weights if e.name == weight.name), None)
     if entry is None:
         return derived(program, editor, f"{weight.name}_t", [weight], "w[0].t()", nz=nz)
-    by_name = {n.name: n for n in editor.graph.nodes if n.op == "placeholder"}
-    sources = [by_name[s] for s in entry.sources]
+    sources = [editor.input(s) for s in entry.sources]
     return derived(program, editor, f"{weight.name}_t", sources, f"({entry.recipe}).t()", nz=nz)
 
 

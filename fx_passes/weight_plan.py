@@ -11,7 +11,6 @@ from torch import fx
 from cannopy.fx_passes.graph import Editor, where
 from cannopy.fx_passes.program import Program, WeightEntry
 
-
 LEAST, LEAST_READ = "least", "least read"
 """Keys of `Program.facts`: the smallest entries of weights by placeholder, and which of them a rule has asked for."""
 
@@ -55,9 +54,13 @@ def least(program: Program, node: object) -> float:
 
 def preview(editor: Editor, sources: Sequence[fx.Node], recipe: str) -> torch.Tensor:
     """The fake value that ``recipe`` gives on the fake values of ``sources``."""
-    entry = WeightEntry("", tuple(s.name for s in sources), recipe)
-    with torch.no_grad():
-        return editor.fake(lambda: entry.build([s.meta["val"] for s in sources]))
+    def build() -> torch.Tensor:
+        entry = WeightEntry("", tuple(s.name for s in sources), recipe)
+        with torch.no_grad():
+            return editor.fake(lambda: entry.build([s.meta["val"] for s in sources]))
+
+    found: torch.Tensor = editor.recalled(("recipe", recipe), list(sources), build)
+    return found
 
 
 def derived(
@@ -79,8 +82,7 @@ def derived(
     names = tuple(source.name for source in sources)
     for entry in program.weights:
         if (entry.sources, entry.recipe, entry.nz) == (names, recipe, nz):
-            found: fx.Node = next(n for n in editor.graph.nodes if n.op == "placeholder" and n.name == entry.name)
-            return found
+            return editor.input(entry.name)
     node = editor.placeholder(name, preview(editor, sources, recipe))
     program.weights.append(WeightEntry(node.name, names, recipe, nz))
     return node

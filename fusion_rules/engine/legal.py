@@ -60,8 +60,7 @@ def refused(context: Context, emit: Callable[[Call], object], node: fx.Node) -> 
             refusal = illegal(target._schema.name.removeprefix("npu::"), args, kwargs, node, context)
             if refusal is not None:
                 raise _IllegalCallError(refusal)
-        with context.editor.fake_mode, torch.no_grad():
-            return target(*args, **kwargs)
+        return context.editor.value(target, *args, **kwargs)
 
     try:
         emit(call)

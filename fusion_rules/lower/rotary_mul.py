@@ -36,8 +36,7 @@ def check(match: Match, ctx: Context) -> Refusal | None:
     if packed is None:
         return Refusal(f"layout x {list(shape(match['x']))}, cos {list(shape(match['cos']))} is not one of the op's",
                        match.anchor)
-    with ctx.editor.fake_mode:
-        fakes = [torch.empty(size, dtype=dtype(match["x"])) for size in (*packed, packed[1])]
+    fakes = [ctx.editor.empty(size, dtype(match["x"])) for size in (*packed, packed[1])]
     return illegal("npu_rotary_mul", fakes, {}, match.anchor, ctx)
 
 

@@ -180,7 +180,7 @@ def _illegal(match: Match, ctx: Context, block: int) -> Refusal | None:
     tokens = s["B"] * s["S"]
 
     def fake(*size: int, like: fx.Node) -> torch.Tensor:
-        return editor.fake(lambda: torch.empty(size, dtype=like.meta["val"].dtype))
+        return editor.empty(size, like.meta["val"].dtype)
 
     weights = {k: preview(editor, [match[n]], recipe) for k, (n, recipe) in WEIGHTS.items()}
     args = (
@@ -189,7 +189,7 @@ def _illegal(match: Match, ctx: Context, block: int) -> Refusal | None:
         fake(tokens, s["rope"], like=match["sin"]), fake(tokens, s["rope"], like=match["cos"]),
         *(fake(*_block_view(match, p, block), like=match[f"{p}_cache"]) for p in ("latent", "rope")),
     )
-    kwargs = _attributes(match) | {"cache_index": editor.fake(lambda: torch.empty(tokens, dtype=torch.int64))}
+    kwargs = _attributes(match) | {"cache_index": editor.empty([tokens], torch.int64)}
     return illegal("npu_mla_prolog_v3", args, kwargs, match["kv"], ctx)
 
 

@@ -54,6 +54,7 @@ def module_path(nn_module_stack: dict[str, tuple[str, Any]] | None) -> str:
     if not nn_module_stack:
         return ""
     path = list(nn_module_stack.values())[-1][0]
+    path = re.sub(r"^L\['(?!self'\])\w+'\]\[0\]", "L['self']", path)  # a decorator's wrapper takes self in *args
     # Dynamo writes "L['self'].model.layers.3" or "L['self']._modules['model']…", according to its version.
     path = re.sub(r"\._modules\['([^']*)'\]", r".\1", path)
     path = re.sub(r"\[(\d+)\]", r".\1", path)

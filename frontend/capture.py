@@ -58,7 +58,13 @@ def capture(
     """
     kwargs = dict(kwargs or {})
     twin = experts.capturable(model)
-    model = twin.model
+    try:
+        return _capture(twin.model, method, args, kwargs)
+    except CaptureError as e:
+        raise failures.with_loops(e, twin.refused) from e.__cause__
+
+
+def _capture(model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
     if on_meta(model):
         model, args, kwargs = fake_copy((model, args, kwargs), FakeTensorMode())
     bound = _bound_method(model, method)
@@ -69,7 +75,7 @@ def capture(
     try:
         trace = dynamo.trace(bound, args, kwargs)
     except TorchDynamoException as e:
-        raise failures.from_dynamo(e, twin.refused) from e
+        raise failures.from_dynamo(e) from e
     if trace is None:
         raise CaptureError(f"{type(model).__name__}.{method} does no tensor operation: there is nothing to compile")
     failures.check_effects(trace.effects)

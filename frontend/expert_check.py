@@ -37,7 +37,12 @@ def check(module: nn.Module, loop: Loop, make: Callable[[str, Product | None], R
         sizes = [{"one": 1, "tokens": TOKENS, "hidden": hidden_size}[kind] for _, kind in loop.sizes]
         hidden = torch.randn(TOKENS, hidden_size, generator=generator, dtype=torch.float64)
         for ids, weights in _choices(experts, generator):
-            wanted = _run(original, stub, hidden, ids, weights, *sizes)
+            try:
+                wanted = _run(original, stub, hidden, ids, weights, *sizes)
+            except NotUnderstoodError:
+                if ids.shape[1] == 1 < experts:  # some loops do not run with one expert per token (LongCat)
+                    continue
+                raise
             for product in (None, plain_product):
                 found = _run(make("hidden", product), stub, hidden, ids, weights)
                 _compare(found, wanted)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 Tensor = torch.Tensor
+ALIGNED = 8
+"""``torch._grouped_mm`` takes rows of a multiple of 16 bytes, 8 numbers in bf16."""
 Routed = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 """``(module, hidden, ids, weights) -> y``, a method of the twin."""
 Activation = Callable[[Tensor], Tensor]
@@ -78,7 +80,8 @@ def _mixed(hidden: Tensor, ids: Tensor, weights: Tensor, stacks: tuple[Tensor, T
 
 def _experts(hidden: Tensor, ids: Tensor, weights: Tensor, stacks: tuple[Tensor, Tensor], act: Activation,
              product: Product | None) -> Tensor:
-    if product is not None or hidden.dtype == torch.bfloat16:
+    rows_align = all(size % ALIGNED == 0 for size in (hidden.shape[1], stacks[1].shape[2]))
+    if product is not None or (hidden.dtype == torch.bfloat16 and rows_align):
         return _grouped(hidden, ids, weights, *stacks, act, product or torch._grouped_mm)
     return _batched(hidden, ids, weights, *stacks, act)
 

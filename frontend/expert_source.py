@@ -5,8 +5,8 @@ The loop is the kind that models write: a mask of who chose which expert, and fo
 """
 
 from __future__ import annotations
-
 import __future__
+
 import ast
 import builtins
 import inspect

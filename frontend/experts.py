@@ -93,14 +93,15 @@ def _replacement(module: nn.Module, search: _Search) -> type | None:
         return None
     loop = loops[0]
     try:
-        make, key = _understood(module, loop)
-        if (cls, *key) not in search.made:
+        make, parts = _understood(module, loop)
+        key = (cls, *parts)
+        if key not in search.made:
             result = check(module, loop, make) if search.verify else "hidden"
-            search.made[cls, *key] = _subclass(cls, loop, make(result, None))
+            search.made[key] = _subclass(cls, loop, make(result, None))
     except NotUnderstoodError as e:
         search.refused[f"{loop.where}: {e}"] = None
         return None
-    return search.made[cls, *key]
+    return search.made[key]
 
 
 def _loops(cls: type, search: _Search) -> tuple[Loop, ...]:
@@ -166,11 +167,11 @@ def _understood(module: nn.Module, loop: Loop) -> tuple[Make, tuple[Any, ...]]:
 def _of_list(name: str, experts: list[nn.Module]) -> tuple[Make, tuple[Any, ...]]:
     real = [e for e in experts if not isinstance(e, nn.Identity)]
     behind = all(isinstance(e, nn.Identity) for e in experts[len(real) :])
-    for names in PROJECTIONS:
-        if behind and real and _gated(real, names):
-            return (lambda result, product: expert_math.listed(
-                name, names, len(real), len(experts) - len(real), result, product)), (
-                    "listed", name, names, len(real), len(experts), type(real[0]))
+    named = next((names for names in PROJECTIONS if behind and real and _gated(real, names)), None)
+    if named is not None:
+        return (lambda result, product: expert_math.listed(
+            name, named, len(real), len(experts) - len(real), result, product)), (
+                "listed", name, named, len(real), len(experts), type(real[0]))
     return (lambda result, product: expert_math.every(name, result)), (
         "every", name, tuple(type(e) for e in experts))
 

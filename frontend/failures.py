@@ -52,8 +52,17 @@ def _in_experts(frames: list[traceback.FrameSummary], where: SourceLine | None) 
     return "expert" in names.lower()
 
 
-def from_dynamo(error: BaseException, loops: Sequence[str] = ()) -> CaptureError:
-    """The refusal for an exception of the tracer. ``loops`` says why loops over experts were not replaced."""
+def with_loops(error: CaptureError, loops: Sequence[str]) -> CaptureError:
+    """``error`` with why loops over experts in its file were not replaced (`experts.Twin.refused`)."""
+    here = [loop for loop in loops if error.source_file and loop.startswith(f"{error.source_file}:")]
+    if not here:
+        return error
+    remedy = "; ".join((error.remedy, *(f"this loop was not replaced, {loop}" for loop in here)))
+    return CaptureError(error.reason, error.source_file, error.line, error.code, remedy)
+
+
+def from_dynamo(error: BaseException) -> CaptureError:
+    """The refusal for an exception of the tracer."""
     frames = _frames(error)
     where = provenance.innermost(frames)
     message = str(error)
@@ -64,7 +73,7 @@ def from_dynamo(error: BaseException, loops: Sequence[str] = ()) -> CaptureError
     for needle, reason, remedy in _REMEDIES:
         if needle in told:
             if _in_experts(frames, where):
-                remedy = "; ".join((EXPERTS_REMEDY, *(f"this loop was not replaced, {loop}" for loop in loops)))
+                remedy = EXPERTS_REMEDY
             return CaptureError.at(where, f"cannot capture one graph: {reason}", remedy)
     detail = f"{head}: {explanation[1]}" if explanation else head
     cause = error.__cause__

@@ -65,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
         screen.print(note, style="dim")
     trial = trials.run(loaded, options, phases, args.steps, progress=lambda text: working(screen, text))
     show(screen, trial)
+    if not trial.passed:
+        screen.print("cannopy dump MODEL --bisect, with the same options, tells which rewrite of the graph is wrong")
     if args.out:
         from cannopy.page import write_report
 

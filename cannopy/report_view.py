@@ -43,6 +43,10 @@ def headline(report: CompileReport) -> str:
     if report.regions.get("captured", 0) < report.regions.get("layers", 0):
         known = report.regions
         text += f"\n{known['captured']} of {known['layers']} layers captured, the others are copies of them"
+    predicted, bound = report.schedule.get("predicted_us"), report.schedule.get("lower_bound_us")
+    if predicted and bound:
+        text += f"\npredicted: {predicted / 1000:.3g} ms a call with full caches, "
+        text += f"{bound / 1000:.3g} ms is the lower bound"
     cache = report.cache
     if cache:
         reason = f" ({_shortened(cache['reason'])})" if cache.get("reason") else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,8 @@ from cannopy.fx_passes.manager import Pass, PassError, PassManager, PassRecord
 from cannopy.fx_passes.program import Program
 from cannopy.options import Options
 from cannopy.pipeline_text import FUSE, STAGES, Stage
+
+logger = logging.getLogger("cannopy.pipeline")
 
 Step = Callable[[Program], int]
 Gate = Callable[[str, Match | None], bool]
@@ -131,6 +134,7 @@ def run(program: Program, options: Options, made: Plan | None = None) -> Compila
     dialect.register_all()
     start = time.perf_counter()
     done = Compilation(pipeline=str(options.full_pipeline))
+    logger.info("pipeline %s", done.pipeline)
     done.nodes["captured"] = regions.size(program)
     manager = PassManager(passes(made, done.log), verify=options.verify, dump_dir=options.dump_dir)
     try:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -99,6 +102,17 @@ def test_unknown_fusion_is_shown_in_the_text() -> None:
     with pytest.raises(PipelineTextError, match="unknown fusion 'swigly'; did you mean 'swiglu'") as caught:
         Options(pipeline="normalise,lift,fuse{mla_prolog=off,swigly=off},legalise").check_fusions(FUSIONS)
     assert caught.value.position == 35
+
+
+def test_the_page_is_about_every_stage() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text(encoding="utf-8")
+    assert f"    {DEFAULT}\n" in page
+    rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| `")]
+    assert [row[0].strip(" `") for row in rows] == list(STAGES)
+    for (name, kind), row in zip(STAGES.items(), rows, strict=True):
+        assert all(option in row[2] for option in kind.options), name
+        makers = {n for n, k in STAGES.items() if k.ensures & kind.requires}
+        assert {*re.findall(r"`(\S+?)`", row[3])} == makers, name
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,14 +40,18 @@ def check(match: Match, ctx: Context) -> Refusal | None:
     q, k, v = shape(match["q"]), shape(match["k"]), shape(match["v"])
     if len(q) != 4 or q[:2] != k[:2] or k[:3] != v[:3] or q[3] != k[3]:
         return Refusal(f"q {list(q)}, k {list(k)}, v {list(v)} are not [B, N, S, D], [B, N, T, D], [B, N, T, Dv]",
-                       match.anchor)
+                       match.anchor, "shape")
     if len({dtype(match[n]) for n in ("q", "k", "v")} | {dtype(match["weights"]), dtype(match.anchor)}) > 1:
-        return Refusal("the attention mixes dtypes", match.anchor)
+        found = ", ".join(f"{n} {dtype(match[n])}" for n in ("q", "k", "v", "weights"))
+        return Refusal(f"the attention mixes dtypes: {found}, result {dtype(match.anchor)}", match.anchor, "dtype",
+                       "one dtype for q, k, v, the weights and the result", found,
+                       "cast the softmax back to the dtype of q before the product with v")
     mask = match.get("mask")
     if mask is not None and (not isinstance(mask, fx.Node) or len(shape(mask)) != 4):
-        return Refusal("what is added to the scores is not a mask over [B, N, S, T]", match["scaled"])
+        return Refusal("what is added to the scores is not a mask over [B, N, S, T]", match["scaled"], "mask")
     if mask is not None and any(m not in (1, s) for m, s in zip(shape(mask), (*q[:3], k[2]), strict=True)):
-        return Refusal(f"mask {list(shape(mask))} does not broadcast to the scores", mask)
+        return Refusal(f"mask {list(shape(mask))} does not broadcast to the scores", mask, "mask",
+                       f"a mask that broadcasts to {[*q[:3], k[2]]}", str(list(shape(mask))))
     return None
 
 

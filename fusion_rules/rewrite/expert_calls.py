@@ -15,7 +15,7 @@ from torch import fx
 from cannopy.fusion_rules.engine.legal import Call, refused
 from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Number, Pattern, Through, op
-from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
+from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule, other_reader
 from cannopy.fusion_rules.engine.spellings import gated_halves_refusal, half
 from cannopy.fx_passes.graph import aten, dtype, is_call, shape
 from cannopy.fx_passes.weight_plan import derived, preview, why_not_weight
@@ -126,9 +126,12 @@ def weight_refusal(context: Context, e: Experts, experts: int) -> Refusal | None
         reason = why_not_weight(context.program, weight.source) if weight.transposed else None
         if reason is not None:
             return Refusal(f"expert weights must be parameters to be laid out as [E, K, N] at load time: {reason}",
-                           weight.source)
+                           weight.source, "weight", "a parameter or buffer", reason,
+                           "keep the weights of all experts in the module as one parameter")
         if dtype(weight.source) != dtype(e.x):
-            return Refusal(f"expert weights are {dtype(weight.source)}, x is {dtype(e.x)}", weight.source)
+            return Refusal(f"expert weights are {dtype(weight.source)}, x is {dtype(e.x)}", weight.source, "dtype",
+                           f"weights of x's {dtype(e.x)}", str(dtype(weight.source)),
+                           "load the experts in the dtype of the hidden states")
         if shape(weight.source)[0] != experts:
             return Refusal(f"{experts} experts are counted, the weights have {shape(weight.source)[0]}", weight.source)
     return None
@@ -167,9 +170,11 @@ def _skipped(match: Match, experts: Experts) -> Experts | Refusal:
         return Refusal("what is added to the experts' result is not a tensor of its shape: added separately")
     if dtype(shared) != dtype(experts.x):
         return Refusal(f"what is added to the experts' result is {dtype(shared)}, not {dtype(experts.x)}: added "
-                       "separately", shared)
+                       "separately", shared, "dtype", str(dtype(experts.x)), str(dtype(shared)))
     if len(shared.users) != 1:
-        return Refusal("what is added to the experts' result has other readers: added separately", shared)
+        other = other_reader(shared, match.nodes, "what is added")
+        return Refusal("what is added to the experts' result has other readers: added separately", shared,
+                       *((other.kind, other.expected, other.found, other.remedy) if other is not None else ()))
     return replace(experts, skip=shared)
 
 
@@ -190,10 +195,13 @@ def _result_refusal(match: Match, e: Experts) -> Refusal | None:
         return Refusal(f"the result must be the sum of [T, K, H] = {[e.tokens, e.top_k, e.hidden]} over K", total)
     shared_result = _read_elsewhere(match)
     if shared_result is not None:
-        return Refusal("the experts' result has other readers before it is cast or added to", shared_result)
+        other = other_reader(shared_result, match.nodes, "the experts' result")
+        return Refusal("the experts' result has other readers before it is cast or added to", shared_result,
+                       *((other.kind, other.expected, other.found, other.remedy) if other is not None else ()))
     if dtype(match.anchor) != dtype(e.x):
         return Refusal(f"the result stays {dtype(match.anchor)}; npu_moe_finalize_routing gives {dtype(e.x)}",
-                       match.anchor)
+                       match.anchor, "dtype", str(dtype(e.x)), str(dtype(match.anchor)),
+                       f"cast the sum over the chosen experts to {dtype(e.x)}")
     return None
 
 

@@ -110,9 +110,10 @@ def _masks(match: Match) -> Causal | Refusal:
     found = [causal(match[name], s["S"], s["L"]) for name in ("attention_mask", "index_mask")]
     for reason, name in zip(found, ("attention_mask", "index_mask"), strict=True):
         if isinstance(reason, str):
-            return Refusal(reason, match[name])
+            return Refusal(reason, match[name], "mask", "a mask that is causal by position", "another mask")
     if found[0] != found[1]:
-        return Refusal("the indexer and the attention use different masks", match["attention_mask"])
+        return Refusal("the indexer and the attention use different masks", match["attention_mask"], "mask",
+                       "one causal mask for both", "two masks", "give the indexer the mask of the attention")
     past = found[0]
     assert isinstance(past, Causal)
     if past.symbol is None and past.const < 0:
@@ -141,7 +142,8 @@ def _layout(match: Match) -> Refusal | None:
     ]
     for name, size in wanted:
         if shape(match[name]) != size:
-            return Refusal(f"{name} has shape {list(shape(match[name]))}, expected {list(size)}", match[name])
+            return Refusal(f"{name} has shape {list(shape(match[name]))}, expected {list(size)}", match[name], "shape",
+                           str(list(size)), str(list(shape(match[name]))))
     if match["end"] != s["nope"] + s["value"]:
         return Refusal("values are not the rest of kv_b's output behind the keys", match.anchor)
     return None
@@ -158,13 +160,14 @@ def check(match: Match, ctx: Context) -> Refusal | None:
     for name in ("index_scale", "head_scale"):
         if not match[name] > 0:
             return Refusal(f"{name} is {match[name]}: only a positive factor leaves the top-k unchanged",
-                           match["per_head"])
+                           match["per_head"], "constant", f"{name} > 0", f"{match[name]:g}")
     block = positions.block_size(sizes(match)["L"], ctx.block_size)
     if isinstance(block, str):
-        return Refusal(block, match["latent"])
+        return Refusal(block, match["latent"], "cache", "a cache length that blocks divide",
+                       str(sizes(match)["L"]), "make max_cache_len a multiple of 128")
     reason = why_not_weight(ctx.program, match["kv_b"])
     if reason is not None:
-        return Refusal(f"kv_b_proj: {reason}", match["kv_b"])
+        return Refusal(f"kv_b_proj: {reason}", match["kv_b"], "weight", "a parameter or buffer", reason)
     return _indexer_illegal(match, ctx, block) or _attention_illegal(match, ctx, block)
 
 

@@ -14,8 +14,9 @@ from torch import fx
 from cannopy.fusion_rules.engine.legal import Call, refused
 from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Any, Pattern, Through, op
-from cannopy.fusion_rules.engine.rule import NEVER, Context, Refusal, Rule
+from cannopy.fusion_rules.engine.rule import NEVER, Context, Refusal, Rule, other_reader
 from cannopy.fusion_rules.engine.spellings import CAST, arguments, before_widening, gated_halves_refusal, half
+from cannopy.fusion_rules.engine.stop import describe, short
 from cannopy.fx_passes.graph import aten, dtype, is_call, shape
 from cannopy.fx_passes.weight_plan import derived, preview, why_not_weight
 
@@ -31,6 +32,7 @@ def _product(gate: Pattern, up: Pattern) -> Pattern:
               commutative=True, name="product")
 
 
+SILU = op(aten.silu.default, Any("gate"))
 LINEARS = _product(
     op(aten.linear.default, Any("x"), Any("gate_weight"), rest=True, name="gate_linear"),
     op(aten.linear.default, Any("x"), Any("up_weight"), rest=True, name="up_linear"),
@@ -41,10 +43,12 @@ HALVES = _product(half(Any("whole"), "gate"), half(Any("whole"), "up"))
 def _look_alike(match: Match) -> Refusal | None:
     """Other activations and clamped values."""
     if not is_call(match["silu"], aten.silu.default):
-        return Refusal(f"the activation is {match['silu'].target}, npu_swiglu has SiLU", match["silu"])
+        return Refusal(f"the activation is {match['silu'].target}, npu_swiglu has SiLU", match["silu"], "operation",
+                       "aten.silu", short(match["silu"].target))
     for node in match.nodes:
         if is_call(node, *CLAMPS):
-            return Refusal("values are clamped inside the product, npu_swiglu does not clamp", node)
+            return Refusal("values are clamped inside the product, npu_swiglu does not clamp", node, "operation",
+                           "no clamp between the projections and the product", describe(node))
     return None
 
 
@@ -52,14 +56,16 @@ def _precision_refusal(match: Match, narrow: torch.dtype) -> Refusal | None:
     """Result and inputs have the same dtype; in between there may be only that dtype and fp32."""
     if dtype(match.anchor) != narrow:
         return Refusal(f"the product stays {dtype(match.anchor)}, npu_swiglu gives the {narrow} of its input",
-                       match.anchor)
+                       match.anchor, "dtype", str(narrow), str(dtype(match.anchor)),
+                       f"cast the product to {narrow}")
     for node in match.nodes:
         if dtype(node) not in (narrow, torch.float32):
-            return Refusal(f"{node.name} is rounded to {dtype(node)} inside the product", node)
+            return Refusal(f"a value is rounded to {dtype(node)} inside the product", node, "dtype",
+                           f"{narrow} or torch.float32", str(dtype(node)), f"keep {narrow} or float32 in between")
     product: fx.Node = match["product"]
-    if product is not match.anchor and len(product.users) != 1:
-        return Refusal("the product has other readers before it is cast", product)
-    return None
+    if product is match.anchor:
+        return None
+    return other_reader(product, match.nodes, "the product, before it is cast,")
 
 
 def _source(match: Match) -> fx.Node:
@@ -108,12 +114,14 @@ def _weights_refusal(match: Match, context: Context) -> Refusal | None:
     for weight in (gate, up, *biases):
         reason = why_not_weight(context.program, weight)
         if reason is not None:
-            return Refusal(f"gate and up weights must be parameters to be merged at load time: {reason}", weight)
+            return Refusal(f"gate and up weights must be parameters to be merged at load time: {reason}", weight,
+                           "weight", "a parameter or buffer", reason, "keep the weight in the module as a parameter")
     if len(biases) == 1:
-        return Refusal("only one of the gate and up projections has a bias", biases[0])
+        return Refusal("only one of the gate and up projections has a bias", biases[0], "operand",
+                       "a bias on both projections or on none", "one bias", "give the other projection a zero bias")
     if shape(gate) != shape(up) or dtype(gate) != dtype(up):
         return Refusal(f"gate weight {dtype(gate)}{list(shape(gate))} and up weight {dtype(up)}{list(shape(up))} do "
-                       "not merge", match["up_linear"])
+                       "not merge", match["up_linear"], "shape")
     return None
 
 
@@ -121,9 +129,10 @@ def _check_linears(match: Match, context: Context) -> Refusal | None:
     refusal = _look_alike(match) or _weights_refusal(match, context)
     if refusal is not None:
         return refusal
-    for name in ("gate_linear", "up_linear"):
-        if len(match[name].users) != 1:
-            return Refusal(f"{match[name].name} has other readers, merging would compute it twice", match[name])
+    for name, what in (("gate_linear", "the gate projection"), ("up_linear", "the up projection")):
+        refusal = other_reader(match[name], match.nodes, what)
+        if refusal is not None:
+            return refusal
     weight = preview(context.editor, [match["gate_weight"], match["up_weight"]], MERGED)
     bias = preview(context.editor, _biases(match), MERGED) if _biases(match) else None
     return _precision_refusal(match, dtype(match["gate_linear"])) or refused(
@@ -147,10 +156,10 @@ def _cast(product: Pattern) -> Pattern:
 _TWO = "silu(x Wgᵀ) · (x Wuᵀ)  →  npu_swiglu(x cat(Wg, Wu)ᵀ)"
 _ONE = "silu(a[first half]) · a[second half]  →  npu_swiglu(a)"
 RULES = (
-    Rule("swiglu", _TWO, _cast(LINEARS), _rewrite_linears, _check_linears, "npu_swiglu", NEVER),
-    Rule("swiglu", _TWO, LINEARS, _rewrite_linears, _check_linears, "npu_swiglu", NEVER),
-    Rule("swiglu", _ONE, _cast(HALVES), _rewrite_halves, _check_halves, "npu_swiglu", NEVER),
-    Rule("swiglu", _ONE, HALVES, _rewrite_halves, _check_halves, "npu_swiglu", NEVER),
+    Rule("swiglu", _TWO, _cast(LINEARS), _rewrite_linears, _check_linears, "npu_swiglu", NEVER, SILU),
+    Rule("swiglu", _TWO, LINEARS, _rewrite_linears, _check_linears, "npu_swiglu", NEVER, SILU),
+    Rule("swiglu", _ONE, _cast(HALVES), _rewrite_halves, _check_halves, "npu_swiglu", NEVER, SILU),
+    Rule("swiglu", _ONE, HALVES, _rewrite_halves, _check_halves, "npu_swiglu", NEVER, SILU),
 )
-"""The forms with a last cast (fp32 inside) first: the shorter forms are part of them. None has near misses, which every
-product of two values would be; look-alikes match and are refused by `_look_alike`."""
+"""The forms with a last cast (fp32 inside) first: the shorter forms are part of them. Only attempts with a SiLU are
+near misses, every product of two values would be one otherwise; look-alikes match and `_look_alike` refuses them."""

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import yaml
 
 FAMILIES = ("deepseek", "longcat", "gqa")
+ZOO = {"qwen2.5": "qwen2.5-72b", "qwen3-moe": "qwen3-235b-a22b"}
+"""Zoo models that go by another name here, with the one that their size ``full`` is."""
 MATRICES = frozenset({"q_a", "q_b", "kv_a", "indexer_q", "qkv", "o_proj", "dense", "shared", "experts"})
 
 
@@ -102,6 +104,7 @@ def model_names() -> tuple[str, ...]:
 @cache
 def load_model(name: str) -> Model:
     """The model called ``name``. `UnknownModelError` names the nearest, ValueError what is wrong in a description."""
+    name = ZOO.get(name, name)
     if name not in model_names():
         close = difflib.get_close_matches(name, model_names(), n=1, cutoff=0.0)
         raise UnknownModelError(f"unknown model {name!r}; did you mean {close[0]!r}? known: {', '.join(model_names())}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from cannopy.models import zoo
 from cannopy.stream_scheduler.constants import load_constants
 from cannopy.stream_scheduler.hardware import load_hardware
 from cannopy.stream_scheduler.network.builder import Scene
@@ -42,6 +43,16 @@ def test_indexer_key_cache_of_four_long_sequences() -> None:
     )
     assert with_indexer - without == pytest.approx(4.094e9, rel=2e-3)
     assert without == pytest.approx(61 * 4 * 65536 * 576 * 2, rel=2e-3)
+
+
+def test_every_zoo_model_is_described_with_its_full_size() -> None:
+    names = {"hidden_size": "hidden", "num_hidden_layers": "layers", "vocab_size": "vocab",
+             "intermediate_size": "dense_width"}
+    for name in zoo.names():
+        model, config = load_model(name), zoo.preset(name, "full").config
+        for key, field in names.items():
+            assert getattr(model, field) == config.get(key, getattr(model, field)), (name, key)
+        assert model.attention.heads == config.get("num_attention_heads", model.attention.heads), name
 
 
 def test_every_described_model_builds_in_both_phases() -> None:

@@ -7,7 +7,7 @@ differ only in their cores adds the logarithm of the ratio of the two. Constants
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -16,8 +16,10 @@ from typing import Any
 import yaml
 from scipy.optimize import least_squares
 
-from cannopy.stream_scheduler.calibration import Point, load_points
+from cannopy.stream_scheduler.calibration import FITTED, Point, load_points
 from cannopy.stream_scheduler.constants import Constant, Constants
+from cannopy.stream_scheduler.cost.chip import Chip
+from cannopy.stream_scheduler.cost.laws import LAWS
 from cannopy.stream_scheduler.hardware import Hardware, load_hardware
 
 GROUPS = Path(__file__).with_name("groups.yaml")
@@ -98,12 +100,14 @@ def fit_group(group: Group, points: Sequence[Point], constants: Constants, start
         for c, low, high in zip(group.constants, lows, highs, strict=True)
     ]
 
+    paired = pairs(points)
+
     def residuals(logs: Sequence[float]) -> list[float]:
         tried = constants.replaced({n: math.exp(v) for n, v in zip(names, logs, strict=True)})
         pulls = [
             SOFT * (v - math.log(c.start)) / c.prior for c, v in zip(group.constants, logs, strict=True) if c.prior
         ]
-        return [*_residuals(points, tried), *pulls]
+        return [*_residuals(points, paired, tried), *pulls]
 
     found = least_squares(residuals, first, bounds=(lows, highs), loss="soft_l1", f_scale=SOFT, xtol=1e-6, ftol=1e-7)
     return constants.replaced({n: math.exp(v) for n, v in zip(names, found.x, strict=True)})
@@ -120,12 +124,14 @@ def fit_all(groups: Sequence[Group], published: Mapping[str, Constant]) -> Const
     return constants
 
 
-def leave_one_out(group: Group, constants: Constants) -> Iterator[tuple[Point, float]]:
-    """Each point of the group with the time predicted by constants fitted on all others.
+def leave_one_out(
+    group: Group, constants: Constants, files: Collection[str] = FITTED
+) -> Iterator[tuple[Point, float]]:
+    """Each point of the group that is in ``files`` with the time predicted by constants fitted on all others.
 
     The two points of a pair leave together: one would give the other away.
     """
-    for point in group.points:
+    for point in (p for p in group.points if p.file in files):
         others = [p for p in group.points if (p.kernel, p.sizes) != (point.kernel, point.sizes)]
         refitted = fit_group(group, others, constants, constants) if others else constants
         yield point, point.estimate(reference_hardware(), refitted).us
@@ -142,13 +148,19 @@ def pairs(points: Sequence[Point]) -> list[tuple[Point, Point]]:
     return found
 
 
-def _residuals(points: Sequence[Point], constants: Constants) -> list[float]:
+def _residuals(
+    points: Sequence[Point], paired: Sequence[tuple[Point, Point]], constants: Constants
+) -> list[float]:
     hardware = reference_hardware()
-    logs = {id(p): math.log(p.estimate(hardware, constants).us / p.us) for p in points}
-    paired = pairs(points)
+    logs = {id(p): math.log(_us(p, hardware, constants) / p.us) for p in points}
     in_pair = {id(p) for pair in paired for p in pair}
     single = [logs[id(p)] * (PAIRED_WEIGHT if id(p) in in_pair else 1.0) for p in points]
     return single + [PAIR_WEIGHT * (logs[id(few)] - logs[id(all_)]) for few, all_ in paired]
+
+
+def _us(point: Point, hardware: Hardware, constants: Constants) -> float:
+    """The time law alone, which a fit asks for some ten thousand times."""
+    return LAWS[point.work.kernel.law](point.work, Chip(hardware, constants, point.share)).us
 
 
 def _selected(chosen: str) -> tuple[Point, ...]:

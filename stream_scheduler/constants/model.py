@@ -43,7 +43,8 @@ class Constants:
     table: Mapping[str, Constant]
 
     def __getitem__(self, name: str) -> float:
-        return self.entry(name).value
+        found = self.table.get(name)
+        return (self.entry(name) if found is None else found).value
 
     def entry(self, name: str) -> Constant:
         """The constant with its unit and source. `UnknownConstantError` when there is none."""

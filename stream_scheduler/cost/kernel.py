@@ -124,20 +124,20 @@ class Work:
     link_bytes: float
     counts: Mapping[str, float]
 
-    @property
+    @cached_property
     def bytes(self) -> float:
         """Bytes read and written."""
         return sum(self.read.values()) + sum(self.written.values())
 
-    @property
+    @cached_property
     def weight_bytes(self) -> float:
         return self._of(Role.WEIGHTS)
 
-    @property
+    @cached_property
     def activation_bytes(self) -> float:
         return self._of(Role.ACTIVATIONS)
 
-    @property
+    @cached_property
     def cache_bytes(self) -> float:
         return self._of(Role.CACHE)
 

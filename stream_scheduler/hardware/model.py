@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 VECTORS_PER_CUBE = 2
 
@@ -46,28 +47,28 @@ class Hardware:
         """The figure called ``name``, in its own unit. KeyError when this chip has none."""
         return self.figures[name].value
 
-    @property
+    @cached_property
     def cube_cores(self) -> int:
         return int(self.value("cube_cores"))
 
-    @property
+    @cached_property
     def vector_cores(self) -> int:
         return int(self.value("vector_cores"))
 
-    @property
+    @cached_property
     def clock_hz(self) -> float:
         return self.value("clock") * 1e6
 
-    @property
+    @cached_property
     def hbm_bytes(self) -> float:
         return self.value("hbm") * 2**30
 
-    @property
+    @cached_property
     def hbm_bandwidth(self) -> float:
         """Nominal bandwidth of the die's memory, B/s."""
         return self.value("hbm_bandwidth") * 1e12
 
-    @property
+    @cached_property
     def l2_bytes(self) -> float:
         return self.value("l2") * 2**20
 
@@ -86,7 +87,7 @@ class Hardware:
         """Wait of one stream for another."""
         return self.value("event")
 
-    @property
+    @cached_property
     def links(self) -> Mapping[str, Link]:
         """Connections by name. ``fabric`` is what collectives inside a server or supernode use."""
         names = [n.partition(".")[2].removesuffix(".bandwidth") for n in self.figures if n.endswith(".bandwidth")]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cannopy.fx_passes.graph import aten
-from cannopy.fx_passes.program import WeightEntry
+from cannopy.fx_passes.program import OutputSpec, WeightEntry
 from cannopy.fx_passes.verifier import NEW_MUTATIONS, Verifier, VerifyError
 from tests.passes.graphs import built
 
@@ -120,7 +120,41 @@ def input_of_another_shape(p):
     n.meta["val"] = n.meta["val"].reshape(12)
 
 
+def other_output_tree(p):
+    p.output = OutputSpec("a list", p.output.leaves)
+
+
+def call_of_a_method(p):
+    output = next(iter(reversed(p.gm.graph.nodes)))
+    with p.gm.graph.inserting_before(output):
+        node = p.gm.graph.call_method("neg", (nodes(p)["x1"],))
+    node.meta.update(val=nodes(p)["x1"].meta["val"], source="model.py:9")
+
+
+def missing_attribute(p):
+    with p.gm.graph.inserting_before(nodes(p)["neg_default"]):
+        p.gm.graph.create_node("get_attr", "absent").meta["val"] = None
+
+
+def two_of_one_name(p):
+    nodes(p)["neg_default"].name = "add_tensor"
+
+
+def forgotten_user(p):
+    nodes(p)["x1"].users.pop(nodes(p)["add_tensor"])
+
+
+def value_changed_in_place(p):
+    nodes(p)["sum_default"].meta["val"].unsqueeze_(0)
+
+
 BREAKS = {
+    other_output_tree: "results",
+    call_of_a_method: "topological order",
+    missing_attribute: "topological order",
+    two_of_one_name: "single definition",
+    forgotten_user: "topological order",
+    value_changed_in_place: "metadata",
     first_last: "topological order",
     no_value: "metadata",
     false_shape: "metadata",
@@ -185,3 +219,34 @@ def test_unchanged_nodes_are_not_run_again():
     verifier.verify(program)
     verifier.verify(program)
     assert len(calls) == 1
+
+
+def scope(p, mark, behind):
+    with p.gm.graph.inserting_after(nodes(p)[behind]):
+        args = (["_user_stream_label"], ["side"]) if mark == "scope_enter" else ()
+        node = p.gm.graph.call_function(getattr(torch.ops.air, mark).default, args)
+    node.meta.update(val=None, source="model.py:9")
+
+
+@pytest.mark.parametrize("marks", [
+    [("scope_enter", "x1")],
+    [("scope_exit", "neg_default")],
+    [("scope_exit", "x1"), ("scope_enter", "neg_default")],
+    [("scope_enter", "neg_default"), ("scope_exit", "neg_default"), ("scope_exit", "sum_default")],
+])
+def test_scopes_must_balance(npu, marks):
+    program = example()
+    verifier = Verifier(program)
+    for mark, behind in marks[::-1]:
+        scope(program, mark, behind)
+    with pytest.raises(VerifyError) as e:
+        verifier.verify(program)
+    assert e.value.check == "balanced scopes"
+
+
+def test_balanced_scopes_are_allowed(npu):
+    program = example()
+    verifier = Verifier(program)
+    scope(program, "scope_exit", "sum_default")
+    scope(program, "scope_enter", "x1")
+    verifier.verify(program)

@@ -49,5 +49,5 @@ def bounds(schedule: Schedule, machine: Machine) -> Bounds:
         for pool, used, whole in zip(POOLS, (cube, vector), (machine.cube_cores, machine.vector_cores), strict=True):
             resources[pool] += parts.get(pool, 0.0) * used / whole
         resources["link"] += parts.get("link", 0.0)
-        resources["hbm"] += alone.hbm_bytes / machine.hbm_rate
+        resources["hbm"] += alone.hbm_bytes / max(machine.hbm_peak, machine.hbm_rate)
     return Bounds(max(ends.values(), default=0.0), resources, schedule.graphs * machine.graph_us)

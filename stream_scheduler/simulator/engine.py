@@ -5,7 +5,8 @@ who waits longest is first in line for a pool, nobody overtakes. Running kernels
 bandwidth; speeds are set anew at every event. A kernel that finds part of its weights in L2 reads less from HBM.
 Inside a SuperKernel each kernel but the first waits for a barrier and saves its own start, and the cores are held from
 the first kernel to the last. The idle time between kernels stays: a profile of kernel durations shows the saved starts,
-and networks gain no more than those (8.75 us a layer in Hy3, nothing in LongCat-Flash-Lite). The same schedule gives the same trace.
+and networks gain no more than those (8.75 us a layer in Hy3, nothing in LongCat-Flash-Lite).
+The same schedule gives the same trace.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ from cannopy.stream_scheduler.hardware import Hardware
 class Machine:
     """One die as the simulator sees it. Times in microseconds, bandwidths in bytes per microsecond.
 
+    ``hbm_rate`` is what concurrent readers reach together, ``hbm_peak`` the nominal rate, ``core_hbm_rate`` that of one
+    core.
     ``gap_us``: from the end of a kernel to the start of the next one in its stream. ``event_us``: additional delay of
     a dependency between streams. ``graph_us``: host time of one graph launch that nothing hides. ``saved_us``: what a
     kernel inside a SuperKernel does not spend (its own start), ``sync_us``: the barrier in front of it, on top of
@@ -24,6 +26,7 @@ class Machine:
     hbm_rate: float
     core_hbm_rate: float
     l2_bytes: float
+    hbm_peak: float = 0.0
     gap_us: float = 0.0
     event_us: float = 0.0
     graph_us: float = 0.0
@@ -40,6 +43,7 @@ class Machine:
             vector_cores=vector,
             hbm_rate=hardware.hbm_bandwidth * constants["simulator.hbm_share"] * 1e-6,
             core_hbm_rate=hardware.core_hbm_bandwidth(cube, vector) / cube * 1e-6,
+            hbm_peak=hardware.hbm_bandwidth * 1e-6,
             l2_bytes=hardware.l2_bytes * constants["simulator.l2_share"],
             gap_us=hardware.launch_gap_us,
             event_us=hardware.event_us,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from cannopy.stream_scheduler.simulator import Prefetch, Schedule, ScheduleError, Task, Weight, simulate
+from cannopy.stream_scheduler.simulator.sharing import Reader, speeds
 from tests.simulator.loads import Fixed, machine
 
 CUBE, VECTOR = (24, 0), (0, 48)
@@ -53,6 +56,19 @@ def test_who_needs_little_bandwidth_is_not_slowed() -> None:
     trace = simulate(Schedule(tasks, graphs=0), machine())
     assert trace.spans["small"].us == pytest.approx(100)
     assert trace.spans["large"].us == pytest.approx(50_000 / 800)
+
+
+def test_readers_together_do_not_exceed_the_memory() -> None:
+    draw = random.Random(1)
+    for _ in range(500):
+        readers = []
+        for _ in range(draw.randint(2, 4)):
+            us, peak = draw.uniform(5, 100), draw.uniform(100, 1500)
+            load = us * draw.uniform(0.05, 1)
+            readers.append(Reader(us, peak * load, load, peak, draw.choice((500.0, 1400.0))))
+        found = speeds(readers, 1500)
+        assert all(0 < speed <= 1 for speed in found)
+        assert sum(r.bytes / r.us * s for r, s in zip(readers, found, strict=True)) <= 1500 * 1.002
 
 
 def test_prefetch_shortens_its_kernel_and_the_leftover_competes() -> None:

@@ -10,6 +10,7 @@ anything is loaded. The names of fusions are known only with the rules: `Pipelin
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -37,7 +38,10 @@ def _rounds(value: str) -> str | None:
 
 
 def _switch(value: str) -> str | None:
-    return None if value in SWITCHES else "on, off or require"
+    if value in SWITCHES:
+        return None
+    close = difflib.get_close_matches(value, SWITCHES, n=1)
+    return f"on, off or require{f' (did you mean {close[0]!r}?)' if close else ''}"
 
 
 @dataclass(frozen=True)

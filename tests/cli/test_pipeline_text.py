@@ -52,7 +52,7 @@ def test_the_default() -> None:
         ("normalise,lft,legalise", 10, "unknown stage 'lft'; did you mean 'lift'"),
         ("normalise{round=2},lift,legalise", 10, "unknown option of normalise 'round'; did you mean 'rounds'"),
         ("normalise{rounds=0},lift,legalise", 17, "expected a whole number from 1 to 64, found '0'"),
-        ("normalise,lift,fuse{swiglu=of},legalise", 27, "swiglu of fuse: expected on, off or require, found 'of'"),
+        ("normalise,lift,fuse{swiglu=of},legalise", 27, "on, off or require (did you mean 'off'?), found 'of'"),
         ("normalise,lift,fuse{a=on,a=off},legalise", 25, "a is given twice"),
         ("normalise,lift{a=b},legalise", 15, "lift has no options"),
         ("normalise,lift,fuse{a}", 21, "expected '=' behind a, found '}'"),

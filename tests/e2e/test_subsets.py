@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +20,7 @@ from cannopy.frontend.state import prepare_state
 from cannopy.fusion_rules import catalog
 from cannopy.fx_passes.program import Program
 from cannopy.parity.graph import GraphParity
+from tests.extension import models as small
 from tests.rules.support import build, inputs
 
 FUSIONS = tuple(catalog.groups())
@@ -39,6 +42,10 @@ def captured() -> tuple[Program, GraphParity]:
     return program, GraphParity(model, "forward", args, kwargs, program.inputs)
 
 
+SMALL = ("swiglu", "add_rms_norm", "rms_norm")
+"""The fusions that apply in the model of tests.extension."""
+
+
 def compiled(off: frozenset[str]) -> pipeline.Compilation:
     """Compile without ``off`` and check the final graph against eager and float64, caches included."""
     captured_program, parity = captured()
@@ -49,6 +56,26 @@ def compiled(off: frozenset[str]) -> pipeline.Compilation:
     assert report.passed, (sorted(off), report.failures)
     assert len(report.errors) > 3, "logits and caches are compared"
     return done
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_every_subset_of_a_small_model(dtype: torch.dtype) -> None:
+    activate()
+    model, method, args, kwargs = small.call_of(small.make(dtype))
+    program = capture(model, method, args, kwargs)
+    parity = GraphParity(model, method, args, kwargs, program.inputs)
+    applied = set()
+    for size in range(len(SMALL) + 1):
+        for off in itertools.combinations(SMALL, size):
+            twin = copy.deepcopy(program)
+            with target.using("atlas-a3"):
+                done = pipeline.run(twin, Options(fusions=dict.fromkeys(off, False)))
+                report = parity.check(twin)
+            assert report.passed, (off, report.failures)
+            found = {*done.log.counts()} & {*SMALL}
+            assert not found & {*off}
+            applied.add(frozenset(found))
+    assert len(applied) == 2 ** len(SMALL), "each subset gives other kernels"
 
 
 def counts(off: Any = ()) -> dict[str, int]:

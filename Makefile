@@ -13,7 +13,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
 
-.PHONY: help run test test-fast lint docs setup clean
+.PHONY: help run test test-fast lint docs calibrate setup clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -35,8 +35,12 @@ lint: $(READY) ## ruff and a strict mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/python tools/typecheck.py
 
-docs: $(READY) ## write the pages that are generated from the rules
+docs: $(READY) ## write the pages that are generated from rules, contracts and the cost model
 	@$(BIN)/python docs/generate.py
+
+calibrate: $(READY) ## fit the cost model's constants and write docs/accuracy.md (minutes)
+	@$(BIN)/python benchmarks/calibrate.py
+	@$(BIN)/python benchmarks/accuracy.py
 
 setup: $(READY) ## only make .venv
 

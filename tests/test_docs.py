@@ -22,7 +22,7 @@ def generate() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["fusions.md", "contracts.md"])
+@pytest.mark.parametrize("name", ["fusions.md", "contracts.md", "kernels.md", "chips.md"])
 def test_page_is_current(generate: ModuleType, name: str) -> None:
     found = (ROOT / "docs" / name).read_text(encoding="utf-8")
     assert found == generate.PAGES[name](), f"docs/{name} is old: make docs"

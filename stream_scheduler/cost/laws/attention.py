@@ -27,7 +27,7 @@ def _decode(rate: str) -> Callable[[Work, Chip], Parts]:
 
 
 def attention_prefill(work: Work, chip: Chip) -> Parts:
-    """fixed + rows of queries over the vector cores + causal MACs on the cube."""
+    """fixed + max(bytes, rows of queries over the vector cores + causal MACs on the cube)."""
     c = chip.constants
     rows = work.counts["query_heads"] / chip.vector_cores
     return Parts(
@@ -40,7 +40,7 @@ def attention_prefill(work: Work, chip: Chip) -> Parts:
 
 
 def sparse_attention(work: Work, chip: Chip) -> Parts:
-    """fixed + gathering rows one by one on the vector cores + cube, the shorter of the two partly hidden."""
+    """fixed + max(cache rows from HBM, gathering them one by one on the vector cores + cube)."""
     c = chip.constants
     return Parts(
         launch=c["sparse_attention.fixed"],
@@ -52,7 +52,7 @@ def sparse_attention(work: Work, chip: Chip) -> Parts:
 
 
 def lightning_indexer(work: Work, chip: Chip) -> Parts:
-    """fixed + (keys, scores on the cube) + (reduction over heads, top-k) on the vector cores.
+    """fixed + max(keys from HBM, scores on the cube + reduction over heads and top-k on the vector cores).
 
     A row's top-k is split over at most ``lightning_indexer.split`` vector cores, so that few rows do not use all.
     """

@@ -21,15 +21,17 @@ def _phase(chip: Chip, link_bytes: float, peer_bytes: float, reduced: float) -> 
 
 
 def gather(work: Work, chip: Chip) -> Parts:
+    """latency + bytes on the link, both of the protocol that the size of a piece selects."""
     return _phase(chip, work.link_bytes, work.counts["peer_bytes"], 0.0)
 
 
 def reduce_scatter(work: Work, chip: Chip) -> Parts:
+    """As all-gather, and what arrives is added up; hidden behind the link in small pieces."""
     return _phase(chip, work.link_bytes, work.counts["peer_bytes"], work.link_bytes)
 
 
 def all_reduce(work: Work, chip: Chip) -> Parts:
-    """A reduce-scatter and an all-gather of the tensor's p-th part, in one launch when the pieces are small."""
+    """A reduce-scatter and an all-gather of the tensor's parts, one after the other."""
     half, piece = work.link_bytes / 2, work.counts["peer_bytes"]
     first, second = _phase(chip, half, piece, half), _phase(chip, half, piece, 0.0)
     return Parts(

@@ -16,11 +16,11 @@ def _memory(work: Work, chip: Chip, rate: str = "rows.hbm") -> tuple[float, floa
     return hbm, chip.l2_us(in_l2, on_vector=True)
 
 
-def _rows(op: str, *, waits: bool = True) -> Callable[[Work, Chip], Parts]:
+def _rows(op: str, *, reduces: bool = True) -> Callable[[Work, Chip], Parts]:
     def law(work: Work, chip: Chip) -> Parts:
         """fixed + factor step x^2 / (1 + x^2) + bytes + rows / cores, with x = rows / step_rows, a factor per kernel.
 
-        ``waits``: the last term is there, because a row is reduced before it can be written.
+        SwiGLU reduces nothing and lacks the term of rows over cores.
         """
         c = chip.constants
         rows = work.counts["rows"]
@@ -30,7 +30,7 @@ def _rows(op: str, *, waits: bool = True) -> Callable[[Work, Chip], Parts]:
             launch=c["rows.fixed"] + c[f"rows.factor_{op}"] * c["rows.step"] * x * x / (1 + x * x),
             hbm=hbm,
             l2=l2,
-            vector=rows / chip.vector_cores * c["rows.row"] if waits else 0.0,
+            vector=rows / chip.vector_cores * c["rows.row"] if reduces else 0.0,
         )
 
     return law
@@ -71,7 +71,7 @@ def _elementwise(fixed: str, rate: str) -> Callable[[Work, Chip], Parts]:
 LAWS: Mapping[str, Callable[[Work, Chip], Parts]] = {
     "rows_norm": _rows("norm"),
     "rows_quant": _rows("quant"),
-    "rows_swiglu": _rows("swiglu", waits=False),
+    "rows_swiglu": _rows("swiglu", reduces=False),
     "rows_rotary": _rows("rotary"),
     "rows_cache": _rows("cache"),
     "gating": _rows("gating"),

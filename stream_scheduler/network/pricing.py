@@ -57,9 +57,12 @@ class PricedKernel:
 
 def load_time(us: float, parts: Mapping[str, float]) -> float:
     """How much shorter a kernel would be if HBM took no time: its law is fixed and link terms, the longer of memory
-    and compute, and a share of the shorter of HBM and compute."""
-    compute = parts["cube"] + parts["vector"]
-    return max(0.0, us - parts["launch"] - parts["link"] - max(parts["l2"], compute))
+    and compute, and a share of the shorter of HBM and compute. Where cube and vector cores work at the same time, which
+    shows in a duration below their sum, compute is the longer of the two."""
+    rest, compute = us - parts["launch"] - parts["link"], parts["cube"] + parts["vector"]
+    if rest < compute:
+        compute = max(parts["cube"], parts["vector"])
+    return max(0.0, rest - max(parts["l2"], compute))
 
 
 @dataclass

@@ -42,7 +42,8 @@ class Parts:
 
     ``launch`` is the fixed term of the kernel. Memory and compute run side by side; ``overlap`` is the share of the
     shorter of (HBM, compute) that is not hidden all the same: 1 adds them up, 0 takes the maximum. What comes from
-    L2 hides in full, its latency is short.
+    L2 hides in full, its latency is short. ``pipelined``: the vector cores work on one tile while the cube works on
+    the next, so the longer of the two counts and not their sum.
     """
 
     launch: float = 0.0
@@ -52,11 +53,13 @@ class Parts:
     l2: float = 0.0
     link: float = 0.0
     overlap: float = 1.0
+    pipelined: bool = False
 
     @property
     def us(self) -> float:
         """The kernel's duration."""
-        memory, compute = self.hbm + self.l2, self.cube + self.vector
+        memory = self.hbm + self.l2
+        compute = max(self.cube, self.vector) if self.pipelined else self.cube + self.vector
         return self.launch + self.link + max(memory, compute) + self.overlap * min(self.hbm, compute)
 
 

@@ -40,7 +40,7 @@ def attention_prefill(work: Work, chip: Chip) -> Parts:
 
 
 def sparse_attention(work: Work, chip: Chip) -> Parts:
-    """fixed + max(cache rows from HBM, gathering them one by one on the vector cores + cube)."""
+    """fixed + max(cache rows from HBM, gathering them one by one on the vector cores, cube)."""
     c = chip.constants
     return Parts(
         launch=c["sparse_attention.fixed"],
@@ -48,11 +48,12 @@ def sparse_attention(work: Work, chip: Chip) -> Parts:
         vector=work.counts["gathered"] / chip.vector_cores * c["sparse_attention.gather"],
         cube=chip.cube_us(work.macs, work.kernel.mac_dtype, c["sparse_attention.cube"]),
         overlap=0.0,
+        pipelined=True,
     )
 
 
 def lightning_indexer(work: Work, chip: Chip) -> Parts:
-    """fixed + max(keys from HBM, scores on the cube + reduction over heads and top-k on the vector cores).
+    """fixed + max(keys from HBM, scores on the cube, reduction over heads and top-k on the vector cores).
 
     A row's top-k is split over at most ``lightning_indexer.split`` vector cores, so that few rows do not use all.
     """
@@ -65,6 +66,7 @@ def lightning_indexer(work: Work, chip: Chip) -> Parts:
         cube=chip.cube_us(work.macs, work.kernel.mac_dtype, c["lightning_indexer.cube"]),
         vector=select + chip.vector_us(work.vector_ops),
         overlap=0.0,
+        pipelined=True,
     )
 
 

@@ -119,6 +119,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, phases: Sequence[str] =
     group.add_argument(
         "--block-size", type=positive, metavar="N", help="tokens per block of a paged cache view (chosen)"
     )
+    group.add_argument("--no-regions", action="store_true", help="capture all layers, also those that are alike")
     group.add_argument("--cache-dir", type=Path, metavar="DIR", help="compile cache (~/.cache/cannopy)")
     group.add_argument("--no-cache", action="store_true", help="neither read nor write the compile cache")
 
@@ -165,6 +166,7 @@ def options_of(args: argparse.Namespace, **more: Any) -> Options:
         fusions=dict(args.fusion),
         block_size=args.block_size,
         pipeline=args.pipeline,
+        regions=not args.no_regions,
         rules=tuple(args.rules),
         **more,
     )

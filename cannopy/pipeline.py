@@ -15,6 +15,7 @@ from cannopy.errors import CannopyError
 from cannopy.fusion_rules import catalog, dialect, extension
 from cannopy.fusion_rules.engine.apply import Log, apply
 from cannopy.fusion_rules.engine.match import Match
+from cannopy.fusion_rules.engine.record import by_layer
 from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
 from cannopy.fusion_rules.engine.stamped import expand
 from cannopy.fusion_rules.extension import LIFT, UserRule
@@ -243,7 +244,10 @@ def _required(options: Options, log: Log) -> None:
     counts = log.counts()
     for name, wanted in options.fusions.items():
         if wanted == "require" and not counts.get(name):
-            reasons = [f"  {m.reason} ({m.source})" for m in log.misses if m.rule == name]
-            text = "\n".join(dict.fromkeys(reasons)) or "  nothing in the graph comes near its pattern"
+            kinds = by_layer(m for m in log.misses if m.rule == name)
+            reasons = [f"  {m.reason} ({m.source}; {places} places)" + (f"\n    to match: {m.remedy}" if m.remedy else "")
+                       for m, _, places in kinds]
+            text = "\n".join(reasons) or "  nothing in the graph comes near its pattern"
             raise FusionRequiredError(f"fusion {name} is required and was not applied:\n{text}\n"
-                                      f"drop {name}=require, or change the model as the reason says")
+                                      f"drop {name}=require, or change the model as the reason says; "
+                                      f"`cannopy explain --rule {name}` tells more")

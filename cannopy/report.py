@@ -30,7 +30,8 @@ class CompileReport:
     """The result of one `cannopy.compile`.
 
     ``fusions`` {rule: applications}. ``misses``: where a rule came near and did not apply: {rule, anchor, reason,
-    node, source, layer, module_path, matched}. ``hits``: where it applied: {rule, node, layer, module_path, lines}.
+    node, source, layer, module_path, matched, total, kind, expected, found, remedy, clause, source_text}, see
+    `fusion_rules.engine.record.Miss`. ``hits``: where it applied: {rule, node, layer, module_path, lines}.
     ``nodes`` {captured, normalised, final}: nodes of the graph. ``kernels`` {op: count}: device kernels of the final
     graph, without data, constants and metadata ops. ``ge_ops`` {GE type: count}: everything torchair submitted.
     ``cache_copies``: ops that copy a whole cache, None when unknown. ``schedule``: predicted_us, lower_bound_us and
@@ -77,12 +78,12 @@ class CompileReport:
         """The report of what the passes did, before torchair has compiled anything."""
         return cls(
             fusions=dict(fusions),
-            misses=_plain(misses),
+            misses=_plain(misses, without=("nodes", "near")),
             nodes=dict(nodes),
             timings=dict(timings),
             device=device,
             versions=versions(),
-            hits=_plain(hits),
+            hits=_plain(hits, without=("nodes", "made")),
             passes=_plain(passes),
             layers=[{"layer": layer, "kernels": dict(kernels)} for layer, kernels in layers.items()],
             pipeline=pipeline,
@@ -121,10 +122,11 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _plain(values: Iterable[Any]) -> list[dict[str, Any]]:
-    """Dataclass instances as dicts with lists for tuples, as JSON would give them back."""
+def _plain(values: Iterable[Any], without: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Dataclass instances as dicts with lists for tuples, as JSON would give them back; fields ``without`` left out."""
     found = []
     for value in values:
         plain = dataclasses.asdict(cast("Any", value))
-        found.append({k: list(v) if isinstance(v, tuple) else v for k, v in plain.items()})
+        kept = {k: v for k, v in plain.items() if k not in without}
+        found.append({k: list(v) if isinstance(v, tuple) else v for k, v in kept.items()})
     return found

@@ -10,15 +10,39 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-MODEL = Path(__file__).parents[1] / "extension" / "models.py"
+from cannopy import Options, api
+from cannopy.backend.host.activate import activate
+from cannopy.fx_passes import dump
+from tests.extension import models
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "tests" / "extension" / "models.py"
+EXAMPLE = ROOT / "examples" / "unit_norm.py"
+
+
+def lowered(made: tuple[Any, ...], **options: Any) -> tuple[str, str]:
+    """(final graph, what rules did) of compiling what a factory returned."""
+    model, method, inputs = made
+    program, done = api.lower(model, method, inputs, {}, Options(**options), {})
+    return dump.text(program), repr((done.log.hits, done.log.misses))
+
+
+def test_other_models_in_the_process_do_not_matter() -> None:
+    activate()
+    first = lowered(models.make())
+    other = lowered(models.make(torch.float32), rules=EXAMPLE, fusions={"swiglu": False})
+    assert other != first
+    assert lowered(models.make()) == first
+    assert lowered(models.make(torch.float32), rules=EXAMPLE, fusions={"swiglu": False}) == other
 
 
 def start(folder: Path, seed: int) -> subprocess.Popen[str]:
     """Run the verb in a process of its own with another order of hashes."""
     command = [sys.executable, "-m", "cannopy", "dump", f"{MODEL}:make", "--dtype", "bf16", "--out", str(folder),
                "--pipeline", "normalise,lift,fuse{rms_norm=off},legalise", "--json"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=MODEL.parents[2],
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT,
                             env={**os.environ, "PYTHONHASHSEED": str(seed)})
 
 

@@ -97,7 +97,8 @@ def _grouped(hidden: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down
     y = y * weights.reshape(-1)[order].unsqueeze(-1)
     back = torch.empty_like(order)
     back[order] = torch.arange(order.shape[0], device=order.device)
-    return y[back].view(tokens, top_k, -1).sum(1)
+    total: Tensor = y[back].view(tokens, top_k, -1).sum(1)
+    return total
 
 
 def _batched(hidden: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,

@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
+from typing import Any
 
 from .errors import SourceLine
 
@@ -207,11 +208,8 @@ def _size(tree: ast.FunctionDef, name: str) -> str:
 def alone(loop: Loop) -> FunctionType:
     """The loop as a function of (self, hidden, ids, weights, *sizes)."""
     names = ["self", loop.hidden, loop.ids, loop.weights, *(name for name, _ in loop.sizes)]
-    tree = ast.FunctionDef(
-        name="loop", args=_arguments(names), decorator_list=[], type_params=[],
-        body=[*loop.block[loop.first : loop.last + 1], ast.Return(ast.Name(loop.result, ast.Load()))],
-        lineno=loop.where.line,
-    )
+    body = [*loop.block[loop.first : loop.last + 1], ast.Return(ast.Name(loop.result, ast.Load()))]
+    tree = _function("loop", _arguments(names), body, loop.where.line)
     return _compiled(tree, loop.function)
 
 
@@ -238,10 +236,8 @@ def _compiled(tree: ast.FunctionDef, like: FunctionType) -> FunctionType:
     """``tree`` as a function with the globals, closure and file of ``like``."""
     tree = _plain(tree)
     names = like.__code__.co_freevars
-    factory = ast.FunctionDef(
-        name="factory", args=_arguments(names), decorator_list=[], type_params=[],
-        body=[tree, ast.Return(ast.Name(tree.name, ast.Load()))],
-    )
+    body: list[ast.stmt] = [tree, ast.Return(ast.Name(tree.name, ast.Load()))]
+    factory = _function("factory", _arguments(names), body, tree.lineno)
     module = _located(ast.Module([factory], []), tree.lineno)
     flags = like.__code__.co_flags & _FUTURE
     scope: dict[str, FunctionType] = {}
@@ -276,7 +272,12 @@ def _plain(tree: ast.FunctionDef) -> ast.FunctionDef:
         kwarg=ast.arg(given.kwarg.arg) if given.kwarg else None,
         defaults=[],
     )
-    return ast.FunctionDef(
-        name=tree.name, args=arguments, body=tree.body, decorator_list=[], type_params=[], lineno=tree.lineno,
-        end_lineno=tree.lineno, col_offset=0, end_col_offset=0,
-    )
+    return _function(tree.name, arguments, tree.body, tree.lineno)
+
+
+def _function(name: str, arguments: ast.arguments, body: list[ast.stmt], line: int) -> ast.FunctionDef:
+    fields: dict[str, Any] = {"name": name, "args": arguments, "body": body, "decorator_list": []}
+    if "type_params" in ast.FunctionDef._fields:  # from Python 3.12 on
+        fields["type_params"] = []
+    place = {"lineno": line, "end_lineno": line, "col_offset": 0, "end_col_offset": 0}
+    return ast.FunctionDef(**fields, **place)

@@ -180,9 +180,9 @@ def _gated(experts: list[nn.Module], names: tuple[str, str, str]) -> bool:
     """Whether all are the same kind of gated MLP: three linears without bias, of one size and dtype, and ``act_fn``."""
     first = experts[0]
     linears = [[getattr(e, name, None) for name in names] for e in experts]
-    return callable(getattr(first, "act_fn", None)) and all(
-        type(e) is type(first) and repr(e.act_fn) == repr(first.act_fn)
-        and all(type(m) is nn.Linear and m.bias is None for m in row)
-        and [(m.weight.shape, m.weight.dtype) for m in row] == [(m.weight.shape, m.weight.dtype) for m in linears[0]]
-        for e, row in zip(experts, linears, strict=True)
+    plain = [[m for m in row if type(m) is nn.Linear and m.bias is None] for row in linears]
+    sizes = [[(m.weight.shape, m.weight.dtype) for m in row] for row in plain]
+    return callable(getattr(first, "act_fn", None)) and len(sizes[0]) == 3 and all(
+        type(e) is type(first) and repr(e.act_fn) == repr(first.act_fn) and size == sizes[0]
+        for e, size in zip(experts, sizes, strict=True)
     )

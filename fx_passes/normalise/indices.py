@@ -87,7 +87,7 @@ def _places(node: fx.Node) -> int:
     schema = cast(Any, node.target)._schema.arguments
     given = {a.name: a.default_value for a in schema if a.has_default_value()}
     given |= dict(zip((a.name for a in schema), node.args, strict=False)) | node.kwargs
-    return shape(cast(fx.Node, node.args[0]))[given["dim"]] - 1
+    return shape(cast(fx.Node, node.args[0]))[int(given["dim"])] - 1
 
 
 def _never(mask: object) -> bool:
@@ -110,8 +110,8 @@ def _unmasked(editor: Editor, node: fx.Node) -> int:
 
 def _unclamped(editor: Editor, node: fx.Node) -> int:
     x = cast(fx.Node, node.args[0])
-    low, high = (*node.args[1:], None, None)[:2]
-    low, high = node.kwargs.get("min", low), node.kwargs.get("max", high)
+    given: dict[str, Any] = dict(zip(("min", "max"), node.args[1:], strict=False)) | dict(node.kwargs)
+    low, high = given.get("min"), given.get("max")
     top = largest(x)
     if top is None or not _is_integer(x) or not (low is None or low <= 0) or not (high is None or high >= top):
         return 0

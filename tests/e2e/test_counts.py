@@ -1,0 +1,26 @@
+"""Fusion counts of stock models: so many layers, so many matches, in both phases."""
+
+from __future__ import annotations
+
+import pytest
+
+from cannopy.backend.host.activate import activate
+from tools.forms_probe import MODELS, row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("name", MODELS)
+def test_counts_follow_the_layers(name: str, phase: str) -> None:
+    activate()
+    layers = 3 if phase == "prefill" else 5
+    found = row(MODELS[name], phase, layers, run=False)  # type: ignore[arg-type]
+    assert found["found"] == found["expected"]
+
+
+def test_expected_counts_grow_with_the_layers() -> None:
+    counts = MODELS["deepseek_v32"].counts(61)
+    assert counts["mla_prolog"] == counts["sparse_flash_attention"] == counts["swiglu"] == 61
+    assert counts["moe_experts"] == counts["moe_gating_top_k"] == 60
+    assert counts["add_rms_norm"] == 122
+    assert all(sum(m.counts(6).values()) > sum(m.counts(5).values()) for m in MODELS.values())

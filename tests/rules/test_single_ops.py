@@ -1,0 +1,245 @@
+"""Rotary, norms and attention as single ops: exact forms, broken conditions with their reasons, numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from cannopy.backend.host import target
+from cannopy.backend.host.activate import activate
+from cannopy.fusion_rules import dialect
+from cannopy.fusion_rules.lift import attention, rms_norm, rotary
+from cannopy.fusion_rules.lower import add_rms_norm, interleave_rope, rotary_mul
+from tests.rules.moe_support import Tensor, Traced, trace
+
+B, N, S, D = 2, 3, 5, 64
+ROTARY = (*rotary.RULES, rotary_mul.RULE, interleave_rope.RULE)
+NORM = (*rms_norm.RULES, add_rms_norm.RULE)
+BF16 = 2.0**-7
+"""Two roundings to bf16 where the plain form has up to four."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _on_host() -> Iterator[None]:
+    activate()
+    dialect.register_all()
+    with target.using("atlas-a3"):
+        yield
+
+
+def _angles(dtype: torch.dtype) -> Tensor:
+    return torch.rand(B, S, D // 2, generator=torch.Generator().manual_seed(1)).mul(6).to(dtype)
+
+
+def _x(dtype: torch.dtype, *size: int) -> Tensor:
+    return torch.randn(*(size or (B, N, S, D)), generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def _tables(angles: Tensor) -> tuple[Tensor, Tensor]:
+    whole = torch.cat((angles, angles), -1)
+    return whole.cos().unsqueeze(1), whole.sin().unsqueeze(1)
+
+
+def _turned(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
+def half(x: Tensor, angles: Tensor) -> Tensor:
+    """Llama."""
+    cos, sin = _tables(angles)
+    return x * cos + _turned(x) * sin
+
+
+def tokens_first(x: Tensor, angles: Tensor) -> Tensor:
+    """The indexer: heads behind the tokens."""
+    cos, sin = (t.squeeze(1).unsqueeze(2) for t in _tables(angles))
+    x = x.transpose(1, 2)
+    return x * cos + _turned(x) * sin
+
+
+def slices(x: Tensor, angles: Tensor) -> Tensor:
+    """DeepSeek in transformers from 5.14 on."""
+    cos, sin = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.cat((even * cos - odd * sin, odd * cos + even * sin), -1)
+
+
+def apart(x: Tensor, angles: Tensor) -> Tensor:
+    """DeepSeek in transformers before 5.14."""
+    b, h, s, d = x.shape
+    return half(x.view(b, h, s, d // 2, 2).transpose(4, 3).reshape(b, h, s, d), angles)
+
+
+FORMS = {
+    "half": (half, {"lift_rotary_half": 1, "rotary_mul": 1}, "npu_rotary_mul"),
+    "tokens first": (tokens_first, {"lift_rotary_half": 1, "rotary_mul": 1}, "npu_rotary_mul"),
+    "slices": (slices, {"lift_rotary": 1, "interleave_rope": 1}, "npu_interleave_rope"),
+    "apart": (apart, {"lift_rotary_half": 1, "lift_rotary_apart": 1, "interleave_rope": 1}, "npu_interleave_rope"),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_rotary(name: str) -> None:
+    fn, counts, kernel = FORMS[name]
+    inputs = _x(torch.bfloat16), _angles(torch.bfloat16)
+    before = trace(fn, *inputs)
+    after, log = before.fused(ROTARY)
+    assert log.counts() == counts
+    assert len([t for t in after.operations() if kernel in t]) == 1
+    assert not {"aten.neg.default", "aten.sub.Tensor"} & set(after.operations())
+    exact = fn(inputs[0].double(), inputs[1].double())
+    (found,), (plain,) = after.run(), before.run()
+    assert float((found - exact).abs().max()) <= float((plain - exact).abs().max())
+    torch.testing.assert_close(found.double(), exact, rtol=BF16, atol=2 * BF16)
+
+
+def test_interleaved_and_halves_are_different_rotations() -> None:
+    x, angles = _x(torch.float32), _angles(torch.float32)
+    torch.testing.assert_close(apart(x, angles), slices(x, angles), rtol=1e-5, atol=1e-6)
+    assert float((half(x, angles) - slices(x, angles)).abs().max()) > 0.5
+
+
+def _wrong_pairs(x: Tensor, angles: Tensor) -> Tensor:
+    cos, sin = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+    a, b = x[..., :D:2], x[..., 0:D:2]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def _quarters(x: Tensor, angles: Tensor) -> Tensor:
+    cos, sin = _tables(angles)
+    return x * cos + torch.cat((-x[..., D // 4 :], x[..., : D // 4]), -1) * sin
+
+
+def _other_halves(x: Tensor, angles: Tensor) -> Tensor:
+    whole = torch.cat((angles, angles * 2), -1)
+    return x * whole.cos().unsqueeze(1) + _turned(x) * whole.sin().unsqueeze(1)
+
+
+def _other_permutation(x: Tensor, angles: Tensor) -> Tensor:
+    b, h, s, d = x.shape
+    return half(x.view(b, h, s, 2, d // 2).transpose(4, 3).reshape(b, h, s, d), angles)
+
+
+def _broadcast(x: Tensor, angles: Tensor) -> Tensor:
+    return half(x[:1, :, :1], angles)
+
+
+def _more_dims(x: Tensor, angles: Tensor) -> Tensor:
+    cos, sin = (t.unsqueeze(0) for t in _tables(angles))
+    return x * cos + _turned(x) * sin
+
+
+def _one_angle(x: Tensor, angles: Tensor) -> Tensor:
+    cos, sin = angles[:, :, :1].cos().unsqueeze(1), angles[:, :, :1].sin().unsqueeze(1)
+    return x * cos + _turned(x) * sin
+
+
+def _flat(x: Tensor, angles: Tensor) -> Tensor:
+    whole = torch.cat((angles, angles), -1)
+    x = x[:, 0]
+    return x * whole.cos() + _turned(x) * whole.sin()
+
+
+def _heads_of_their_own(x: Tensor, angles: Tensor) -> Tensor:
+    cos, sin = angles[:, :3].cos().unsqueeze(2), angles[:, :3].sin().unsqueeze(2)
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.cat((even * cos - odd * sin, odd * cos + even * sin), -1)
+
+
+ROTARY_REFUSALS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str, torch.dtype]] = {
+    "pairs": (_wrong_pairs, "lift_rotary", torch.bfloat16),
+    "quarters": (_quarters, "lift_rotary_half", torch.bfloat16),
+    "other halves": (_other_halves, "cos or sin is not provably cat(angles, angles)", torch.bfloat16),
+    "broadcast": (_broadcast, "cos broadcasts the rotated tensor to another shape", torch.bfloat16),
+    "more dims": (_more_dims, "cos has more dims than the rotated tensor", torch.bfloat16),
+    "one angle": (_one_angle, "cos does not have 64 entries in its last dim", torch.bfloat16),
+    "mixed dtypes": (lambda x, a: half(x, a.float()), "the rotation mixes dtypes", torch.bfloat16),
+    "three dims": (_flat, "is not one of the op's", torch.bfloat16),
+    "angles by head": (_heads_of_their_own, "is not [B, N, S, D] with", torch.bfloat16),
+    "interleaved fp32": (slices, "'x' must be of dtype float16 or bfloat16", torch.float32),
+    "interleaved 32": (lambda x, a: slices(x[..., :32], a[..., :16]), "'x' must be of shape [B, N, S, 64]",
+                       torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", ROTARY_REFUSALS)
+def test_rotary_refuses(name: str) -> None:
+    fn, reason, dtype = ROTARY_REFUSALS[name]
+    before = trace(fn, _x(dtype), _angles(dtype))
+    after, log = before.fused(ROTARY)
+    assert not {"rotary_mul", "interleave_rope"} & set(log.counts())
+    assert any(reason in f"{m.rule}: {m.reason}" for m in log.misses), log.misses
+    for found, plain in zip(after.run(), before.run(), strict=True):
+        torch.testing.assert_close(found.double(), plain.double(), rtol=2 * BF16, atol=4 * BF16)
+
+
+def test_another_permutation_of_the_pairs_stays_in_front() -> None:
+    before = trace(_other_permutation, _x(torch.bfloat16), _angles(torch.bfloat16))
+    after, log = before.fused(ROTARY)
+    assert log.counts() == {"lift_rotary_half": 1, "rotary_mul": 1}
+    assert any("not its pairs apart" in m.reason for m in log.misses)
+    torch.testing.assert_close(after.run()[0], before.run()[0], rtol=2 * BF16, atol=4 * BF16)
+
+
+def _norm(x: Tensor, gamma: Tensor) -> Tensor:
+    wide = x.float()
+    return gamma * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+SUMS: dict[str, tuple[Callable[..., tuple[Tensor, ...]], str]] = {
+    "residual": (lambda a, b, g: (_norm(a + b, g), a + b), ""),
+    "norm alone": (lambda a, b, g: (_norm(a + b, g),), ""),
+    "three terms": (lambda a, b, g: (_norm((a + b) + a, g),), ""),
+    "constant": (lambda a, b, g: (_norm(a + 1.0, g),), "the sum adds the constant 1.0"),
+    "broadcast": (lambda a, b, g: (_norm(a + b[0], g),), "the sum broadcasts [64] to [7, 64]"),
+    "mixed dtypes": (lambda a, b, g: (_norm(a + b.float(), g.float()),), "the sum mixes torch.bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_add_rms_norm(name: str) -> None:
+    fn, reason = SUMS[name]
+    a, b, gamma = _x(torch.bfloat16, 7, 64), _x(torch.bfloat16, 7, 64).flip(0), 1 + 0.2 * _x(torch.bfloat16, 64)
+    before = trace(fn, a, b, gamma)
+    after, log = before.fused(NORM)
+    assert log.counts() == {"lift_rms_norm": 1} | ({} if reason else {"add_rms_norm": 1})
+    assert not reason or any(reason in m.reason for m in log.misses), log.misses
+    for found, plain in zip(after.run(), before.run(), strict=True):
+        assert found.dtype == plain.dtype
+        torch.testing.assert_close(found, plain, rtol=BF16, atol=1e-3)
+    if name == "residual":
+        assert torch.equal(after.run()[1], a + b)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    scores = q @ k.transpose(2, 3) * 0.125 + mask
+    return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
+
+
+ATTENTION: dict[str, tuple[Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], str]] = {
+    "masked": (_attend, ""),
+    "no mask": (lambda q, k, v, m: _attend(q, k, v, m * 0)[:, :, :2], ""),
+    "fp32 weights": (lambda q, k, v, m: (q @ k.transpose(2, 3) * 0.125 + m).float().softmax(-1) @ v.float(),
+                     "the attention mixes dtypes"),
+    "mask of three dims": (lambda q, k, v, m: _attend(q, k, v, m[0]), "is not a mask over [B, N, S, T]"),
+    "values shared by heads": (lambda q, k, v, m: _attend(q, k, v[:, :1], m), "are not [B, N, S, D]"),
+    "mask of more rows": (lambda q, k, v, m: _attend(q[:, :, :1], k, v, m), "does not broadcast to the scores"),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention(name: str) -> None:
+    fn, reason = ATTENTION[name]
+    q, k, v = _x(torch.bfloat16), _x(torch.bfloat16).flip(2), _x(torch.bfloat16).flip(1)
+    mask = torch.full((S, S), -1e9).triu(1).bfloat16().expand(B, 1, S, S).contiguous()
+    before: Traced = trace(fn, q, k, v, mask)
+    after, log = before.fused((attention.RULE,))
+    assert log.counts() == ({} if reason else {"lift_attention": 1})
+    assert not reason or any(reason in m.reason for m in log.misses), log.misses
+    exact = fn(q.double(), k.double(), v.double(), mask.double()) if not reason else before.run()[0]
+    torch.testing.assert_close(after.run()[0].double(), exact.double(), rtol=2 * BF16, atol=BF16)
+
+

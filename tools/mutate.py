@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         outcomes.append(found)
         if found.wrong or found.silent or (found.legal and found.lost) or args.runs == 1 or args.verbose:
             _print(found)
-        if (i + 1) % 100 == 0:
+        if (i + 1) % 50 == 0:
             made = sum(o.made for o in outcomes)
             wrong = sum(bool(o.wrong) for o in outcomes)
             print(f"{i + 1} runs, {made} mutants, {wrong} wrong, {time.time() - start:.0f} s", file=sys.stderr, flush=True)

@@ -1,6 +1,7 @@
 """gamma · to_dtype(x · rsqrt(mean(x²) + eps))  →  cannopy::rms_norm(x, gamma, eps).
 
 Models round before or after the product with gamma; the results differ by at most one unit in the last place.
+gamma is one number per entry of the last dim, stored or computed (1 + w), or missing (all ones).
 """
 
 from __future__ import annotations
@@ -21,18 +22,12 @@ def _float32(value: object) -> str | None:
 
 WIDE = Any("wide", where=_float32)
 
+MEAN = op(aten.mean.dim, op(aten.pow.Tensor_Scalar, WIDE, Number(equal=2)), Items((Number("dim"),)), Literal(True))
+
 NORMED = op(
     aten.mul.Tensor,
     WIDE,
-    op(
-        aten.rsqrt.default,
-        op(
-            aten.add.Tensor,
-            op(aten.mean.dim, op(aten.pow.Tensor_Scalar, WIDE, Number(equal=2)), Items((Number("dim"),)),
-               Literal(True)),
-            Number("eps"),
-        ),
-    ),
+    op(aten.rsqrt.default, Alt((op(aten.add.Tensor, MEAN, Number("eps")), MEAN))),
     commutative=True,
     name="normed",
 )
@@ -48,6 +43,9 @@ GAMMA_FIRST = op(
 )
 """torch.nn.RMSNorm: multiplied by gamma in fp32, then rounded."""
 
+ROUNDED = op(aten._to_copy.default, NORMED, dtype=Any("dtype"))
+"""Without gamma."""
+
 
 def _source(match: Match) -> fx.Node:
     return before_widening(match["wide"], dtype(match.anchor))
@@ -55,15 +53,31 @@ def _source(match: Match) -> fx.Node:
 
 def check(match: Match, ctx: Context) -> Refusal | None:
     """The norm is over the last dim, gamma has one entry per element and all is rounded to the input's dtype."""
-    x, gamma = _source(match), match["gamma"]
+    x = _source(match)
     rank = len(shape(x))
     if match["dim"] not in (-1, rank - 1):
         return Refusal(f"the mean is over dim {match['dim']}, not over the last one", match.anchor)
-    if not isinstance(gamma, fx.Node) or shape(gamma) != shape(x)[-1:]:
-        return Refusal(f"gamma has shape {shape(gamma) if isinstance(gamma, fx.Node) else gamma}, "
-                       f"not [{shape(x)[-1]}]", match.anchor)
     rounded: fx.Node = match.get("rounded", match.anchor)
-    if {dtype(rounded), dtype(match.anchor), dtype(gamma)} != {dtype(x)}:
+    if "gamma" in match.bound:
+        refusal = _gamma_refusal(match, x, rounded)
+        if refusal is not None:
+            return refusal
+    if {dtype(rounded), dtype(match.anchor)} != {dtype(x)}:
+        return Refusal(f"the norm mixes dtypes: input {dtype(x)}, normalised {dtype(rounded)}, "
+                       f"result {dtype(match.anchor)}", match.anchor)
+    return None
+
+
+def _gamma_refusal(match: Match, x: fx.Node, rounded: fx.Node) -> Refusal | None:
+    """gamma [D], or with dims of size 1 in front; of x's dtype, or fp32 where the product is rounded after it."""
+    gamma = match["gamma"]
+    if not isinstance(gamma, fx.Node):
+        return Refusal(f"gamma is the number {gamma}, not one value for each of {shape(x)[-1]} entries", match.anchor)
+    if shape(gamma)[-1:] != shape(x)[-1:] or gamma.meta["val"].numel() != shape(x)[-1] or (
+            len(shape(gamma)) > len(shape(x))):
+        return Refusal(f"gamma has shape {shape(gamma)}, not [{shape(x)[-1]}]", match.anchor)
+    wide = dtype(gamma) == torch.float32 and rounded is match.anchor
+    if dtype(gamma) != dtype(x) and not wide:
         return Refusal(f"the norm mixes dtypes: input {dtype(x)}, normalised {dtype(rounded)}, gamma {dtype(gamma)}, "
                        f"result {dtype(match.anchor)}", match.anchor)
     return None
@@ -71,7 +85,14 @@ def check(match: Match, ctx: Context) -> Refusal | None:
 
 def rewrite(match: Match, ctx: Context) -> None:
     """Replace the anchor by the dialect op."""
-    node = ctx.editor.call(torch.ops.cannopy.rms_norm.default, _source(match), match["gamma"], float(match["eps"]))
+    x = _source(match)
+    size = [shape(x)[-1]]
+    if "gamma" in match.bound:
+        gamma = ctx.editor.reshape(match["gamma"], size)
+    else:
+        device = x.meta["val"].device
+        gamma = ctx.editor.call(aten.full.default, size, 1.0, dtype=dtype(x), device=device)
+    node = ctx.editor.call(torch.ops.cannopy.rms_norm.default, x, gamma, float(match.get("eps", 0.0)))
     ctx.editor.replace(match.anchor, node)
 
 
@@ -85,5 +106,6 @@ RULES = tuple(
         near=4,
         core=NORMED,
     )
-    for pattern in (GAMMA_FIRST, ROUNDED_FIRST)
+    for pattern in (GAMMA_FIRST, ROUNDED_FIRST, ROUNDED, NORMED)
 )
+"""With gamma first: the forms without are part of them."""

@@ -14,7 +14,7 @@ from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Any, Items, Literal, Number, Op, op
 from cannopy.fusion_rules.engine.rule import NEVER, Context, Refusal, Rule
 from cannopy.fusion_rules.lift.halves import half_of
-from cannopy.fx_passes.graph import aten, shape
+from cannopy.fx_passes.graph import aten, is_call, shape
 
 
 def _part(x: str, prefix: str) -> Op:
@@ -38,6 +38,16 @@ PAIRS = op(
     Number("dim"),
 )
 
+BACK = op(
+    aten.cat.default,
+    Items((
+        op(aten.add.Tensor, _times(FIRST, "cos"), _times(SECOND, "sin"), commutative=True),
+        op(aten.sub.Tensor, _times(SECOND, "cos"), _times(FIRST, "sin")),
+    )),
+    Number("dim"),
+)
+"""The opposite direction: the sine has the other sign."""
+
 TURNED = op(aten.cat.default, Items((op(aten.neg.default, SECOND), FIRST)), Number("dim"))
 ROTATE_HALF = op(
     aten.add.Tensor,
@@ -50,6 +60,12 @@ ROTATE_HALF = op(
     ),
     commutative=True,
 )
+ROTATE_BACK = op(
+    aten.sub.Tensor,
+    op(aten.mul.Tensor, Any("x"), Any("cos"), commutative=True),
+    op(aten.mul.Tensor, TURNED, Any("sin"), commutative=True),
+)
+"""The opposite direction: the sine has the other sign."""
 
 
 def _layout(match: Match) -> str | None:
@@ -99,14 +115,31 @@ def _broadcasts(match: Match, size: int) -> Refusal | None:
 
 def _emit(match: Match, ctx: Context, cos: fx.Node, sin: fx.Node) -> None:
     interleaved = _layout(match) == "interleaved"
+    cos, sin = _narrowest(cos), _narrowest(sin)
     ctx.editor.replace(
         match.anchor, ctx.editor.call(torch.ops.cannopy.rotary.default, match["x"], cos, sin, interleaved)
     )
 
 
+def _narrowest(table: fx.Node) -> fx.Node:
+    """The table before it was expanded over heads or requests, which the product broadcasts anyway."""
+    while is_call(table, aten.expand.default):
+        source = table.args[0]
+        assert isinstance(source, fx.Node)
+        if len(shape(source)) != len(shape(table)):
+            break
+        table = source
+    return table
+
+
 def rewrite_pairs(match: Match, ctx: Context) -> None:
     """cos and sin already have one angle per pair."""
     _emit(match, ctx, match["cos"], match["sin"])
+
+
+def rewrite_back(match: Match, ctx: Context) -> None:
+    """As `rewrite_pairs` in the opposite direction."""
+    _emit(match, ctx, match["cos"], ctx.editor.call(aten.neg.default, match["sin"]))
 
 
 def rewrite_rotate_half(match: Match, ctx: Context) -> None:
@@ -115,6 +148,8 @@ def rewrite_rotate_half(match: Match, ctx: Context) -> None:
     cos, sin = halves
     assert cos is not None
     assert sin is not None
+    if is_call(match.anchor, aten.sub.Tensor):
+        sin = ctx.editor.call(aten.neg.default, sin)
     _emit(match, ctx, cos, sin)
 
 
@@ -156,9 +191,26 @@ RULES = (
         core=DIFFERENCE,
     ),
     Rule(
+        name="lift_rotary",
+        equation="cat(x₀·c + x₁·s, x₁·c - x₀·s)  →  rotary(x, c, -s)",
+        pattern=BACK,
+        check=check_pairs,
+        rewrite=rewrite_back,
+        near=6,
+    ),
+    Rule(
         name="lift_rotary_half",
         equation="x·cat(c, c) + cat(-x₂, x₁)·cat(s, s)  →  rotary(x, c, s)",
         pattern=ROTATE_HALF,
+        check=check_rotate_half,
+        rewrite=rewrite_rotate_half,
+        near=5,
+        core=TURNED,
+    ),
+    Rule(
+        name="lift_rotary_half",
+        equation="x·cat(c, c) - cat(-x₂, x₁)·cat(s, s)  →  rotary(x, c, -s)",
+        pattern=ROTATE_BACK,
         check=check_rotate_half,
         rewrite=rewrite_rotate_half,
         near=5,

@@ -14,7 +14,7 @@ from torch import fx
 
 from cannopy.fusion_rules.engine.legal import Call, refused
 from cannopy.fusion_rules.engine.match import Match
-from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Number, Pattern, Through, op
+from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Number, Op, Pattern, Through, op
 from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule, other_reader
 from cannopy.fusion_rules.engine.spellings import gated_halves_refusal, half
 from cannopy.fx_passes.graph import aten, dtype, is_call, shape
@@ -234,4 +234,5 @@ def rules(name: str, equation: str, weighted: Pattern, collect: Collect) -> tupl
         return op(aten.add.Tensor, Through(routed, over=(aten.reshape.default,)), Any("shared"), commutative=True)
 
     forms = (added(cast_total), added(plain_total), cast_total, total)
-    return tuple(Rule(name, equation, form, rewrite, check, "npu_grouped_matmul", near=5) for form in forms)
+    core = weighted if isinstance(weighted, Op) else None
+    return tuple(Rule(name, equation, form, rewrite, check, "npu_grouped_matmul", near=5, core=core) for form in forms)

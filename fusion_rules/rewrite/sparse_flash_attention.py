@@ -38,12 +38,17 @@ def _index_scores() -> Pattern:
     keys = Through(op(aten.permute.default, _cache("index_key"), Literal([0, 2, 1])), over=(*CAST, *RESHAPE))
     products = op(aten.matmul.default, Alt((op(aten._to_copy.default, query, dtype=Literal(torch.float32)), query)),
                   keys, name="index_products")
-    scaled = op(aten.mul.Tensor, products, Number("index_scale"), commutative=True)
-    per_head = op(aten.relu.default, scaled, name="per_head")
+    scaled = Alt((op(aten.mul.Tensor, products, Number("index_scale"), commutative=True), products))
+    relu = op(aten.relu.default, scaled, name="per_head")
+    per_head = Alt((relu, op(aten.mul.Tensor, relu, Number("relu_scale"), commutative=True)))
     weight = Alt((op(aten._to_copy.default, Any("head_weight"), dtype=Literal(torch.float32)), Any("head_weight")))
-    weights = Through(op(aten.mul.Tensor, weight, Number("head_scale"), commutative=True), over=RESHAPE,
-                      name="weights")
-    return Through(op(aten.matmul.default, weights, per_head), over=RESHAPE, name="scores")
+    weights = Alt((
+        Through(op(aten.mul.Tensor, weight, Number("head_scale"), commutative=True), over=RESHAPE, name="weights"),
+        op(aten.reshape.default, weight, Any(), name="weights"),
+    ))
+    summed = Through(op(aten.matmul.default, weights, per_head), over=RESHAPE)
+    return Alt((Through(summed, name="scores"), Through(op(aten.mul.Tensor, summed, Number("score_scale")),
+                                                        name="scores")))
 
 
 def _selected() -> Pattern:
@@ -157,8 +162,8 @@ def check(match: Match, ctx: Context) -> Refusal | None:
     past = _masks(match)
     if isinstance(past, Refusal):
         return past
-    for name in ("index_scale", "head_scale"):
-        if not match[name] > 0:
+    for name in ("index_scale", "relu_scale", "head_scale", "score_scale"):
+        if not match.get(name, 1) > 0:
             return Refusal(f"{name} is {match[name]}: only a positive factor leaves the top-k unchanged",
                            match["per_head"], "constant", f"{name} > 0", f"{match[name]:g}")
     block = positions.block_size(sizes(match)["L"], ctx.block_size)
@@ -172,7 +177,7 @@ def check(match: Match, ctx: Context) -> Refusal | None:
 
 
 def _fake(ctx: Context, size: list[int], kind: torch.dtype) -> torch.Tensor:
-    return ctx.editor.fake(lambda: torch.empty(size, dtype=kind))
+    return ctx.editor.empty(size, kind)
 
 
 def _indexer_illegal(match: Match, ctx: Context, block: int) -> Refusal | None:

@@ -1,14 +1,17 @@
-"""x * x, square(x), x ** 2.0  →  pow(x, 2); 1 / sqrt(x), x ** -0.5  →  rsqrt(x); scalar overloads  →  Tensor ones;
+"""x * x, square(x), x ** 2.0  →  pow(x, 2); 1 / sqrt(x), x ** -0.5  →  rsqrt(x); y / sqrt(x)  →  y * rsqrt(x);
+sum(x) / n  →  mean(x); x * sigmoid(x)  →  silu(x); scalar overloads  →  Tensor ones; x + full([], 2)  →  x + 2;
 arange(1) + x  →  reshape(x), because arange(1) is zero."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import fx
 
 from cannopy.fx_passes.graph import Editor, aten, dtype, is_call, shape
+from cannopy.fx_passes.normalise.constants import constant
 from cannopy.fx_passes.normalise.worklist import Step, once
 from cannopy.fx_passes.program import Program
 
@@ -42,7 +45,7 @@ def _visit(program: Program, editor: Editor, node: fx.Node) -> int:
 STEP = Step(
     "arithmetic",
     frozenset({*SCALAR_OVERLOADS, aten.mul.Tensor, aten.add.Tensor, aten.pow.Tensor_Scalar, aten.square.default,
-               aten.reciprocal.default}),
+               aten.reciprocal.default, aten.sub.Tensor, aten.div.Tensor}),
     _visit,
 )
 
@@ -62,11 +65,71 @@ def _respelled(editor: Editor, node: fx.Node) -> fx.Node | None:
     if squared is not None and dtype(squared) == dtype(node) and dtype(node) != torch.bool:
         with editor.before(node):
             return editor.call(aten.pow.Tensor_Scalar, squared, 2)
+    gated = _gated(node)
+    if gated is not None:
+        with editor.before(node):
+            return editor.call(aten.silu.default, gated)
     root = _inverse_root(node)
     if root is not None:
         with editor.before(node):
             return editor.call(aten.rsqrt.default, root)
-    return _plus_zero_index(editor, node)
+    if is_call(node, aten.div.Tensor) and not node.kwargs:
+        found = _over_root(editor, node) or _mean(editor, node)
+        if found is not None:
+            return found
+    return _number_operand(editor, node) or _plus_zero_index(editor, node)
+
+
+def _gated(node: fx.Node) -> fx.Node | None:
+    """x of ``x * sigmoid(x)``."""
+    if not is_call(node, aten.mul.Tensor):
+        return None
+    for x, gate in (node.args[:2], node.args[1::-1]):
+        if is_call(gate, aten.sigmoid.default) and gate.args[0] is x:  # type: ignore[union-attr]
+            return x if isinstance(x, fx.Node) and dtype(x) == dtype(node) else None
+    return None
+
+
+def _over_root(editor: Editor, node: fx.Node) -> fx.Node | None:
+    """``y / sqrt(x)``."""
+    y, root = node.args
+    inner = root.args[0] if is_call(root, aten.sqrt.default) else None  # type: ignore[union-attr]
+    if not isinstance(y, fx.Node) or not isinstance(inner, fx.Node) or dtype(inner) not in ONE_ROUNDING:
+        return None
+    if dtype(inner) != dtype(node):
+        return None
+    with editor.before(node):
+        return editor.call(aten.mul.Tensor, y, editor.call(aten.rsqrt.default, inner))
+
+
+def _mean(editor: Editor, node: fx.Node) -> fx.Node | None:
+    """``sum(x) / n`` with n the number of summed entries."""
+    total, count = node.args
+    if not is_call(total, aten.sum.dim_IntList) or isinstance(count, fx.Node):
+        return None
+    assert isinstance(total, fx.Node)
+    x, dims = total.args[:2]
+    if not isinstance(x, fx.Node) or not dims or dtype(x) not in ONE_ROUNDING or total.kwargs:
+        return None
+    if count != math.prod(shape(x)[d] for d in dims):  # type: ignore[union-attr, index]
+        return None
+    with editor.before(node):
+        return editor.call(aten.mean.dim, x, dims, total.args[2] if len(total.args) > 2 else False)
+
+
+def _number_operand(editor: Editor, node: fx.Node) -> fx.Node | None:
+    """A tensor of one number that broadcasts becomes the number, where that keeps shape and dtype."""
+    if not is_call(node, aten.add.Tensor, aten.mul.Tensor, aten.sub.Tensor, aten.div.Tensor) or node.kwargs:
+        return None
+    orders = [node.args[:2]] if is_call(node, aten.sub.Tensor, aten.div.Tensor) else [node.args[:2], node.args[1::-1]]
+    for x, filled in orders:
+        value = constant(filled)
+        if not isinstance(x, fx.Node) or not isinstance(filled, fx.Node) or not isinstance(value, float):
+            continue
+        if dtype(filled) in ONE_ROUNDING and (dtype(x), shape(x)) == (dtype(node), shape(node)):
+            with editor.before(node):
+                return editor.call(node.target, x, value)
+    return None
 
 
 def _squared(node: fx.Node) -> fx.Node | None:

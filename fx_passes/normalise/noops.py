@@ -3,6 +3,7 @@ nothing  →  x; copy(x, y)  →  y in x's dtype and shape."""
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any, cast
 
@@ -85,10 +86,19 @@ def _same_value(node: fx.Node, x: fx.Node) -> bool:
         return _drops_nothing(node.args[0].args[1:])  # type: ignore[union-attr]
     if is_call(node, *TIMES):
         return not node.kwargs and _is_number(node.args[1], 1)
-    # x + 0.0 turns -0.0 into 0.0; only integers are safe to skip.
     if is_call(node, *PLUS):
-        return _is_number(node.args[1], 0) and not dtype(x).is_floating_point
+        return _adds_nothing(node, x)
     return False
+
+
+def _adds_nothing(node: fx.Node, x: fx.Node) -> bool:
+    """x + 0.0 turns -0.0 into 0.0, x + -0.0 and x - 0.0 keep it; integers have one zero."""
+    if not _is_number(node.args[1], 0):
+        return False
+    if not dtype(x).is_floating_point:
+        return True
+    minus = is_call(node, aten.sub.Tensor)
+    return not node.kwargs and math.copysign(1, cast(float, node.args[1])) == (1 if minus else -1)
 
 
 def _drops_nothing(options: Any) -> bool:

@@ -542,7 +542,7 @@ OPERATORS = (
     Operator("indexer_hadamard_of_queries", ATTENTION, indexers, _hadamard, words=("matmul", "index_query")),
     Operator("indexer_query_fp16", ATTENTION, indexers, _query_bf16, words=("float16", "dtype", "_to_copy"),
              same=True),
-    Operator("indexer_query_of_first_head", ATTENTION, indexers, _query_of_first_head, words=("expand", "index_query")),
+    Operator("indexer_query_of_first_head", ATTENTION, indexers, _query_of_first_head, words=("expand", "query")),
     Operator("indexer_without_mask", ATTENTION, indexers, _indexer_mask, words=("masked_fill", "mask")),
     Operator("indexer_picks_returned", ATTENTION, indexers, _picks_returned, legal=True),
 )

@@ -56,6 +56,19 @@ class Case:
         return copy.deepcopy(self.program)
 
 
+FUSIONS = {
+    "deepseek_v32": {"sparse_flash_attention": 1, "mla_prolog": 1, "moe_gating_top_k": 1, "moe_experts": 1, "swiglu": 1,
+                     "add_rms_norm": 2, "rms_norm": 1, "rotary_mul": 2},
+    "deepseek_v32_dense_batch": {"sparse_flash_attention": 1, "mla_prolog": 1, "swiglu": 1, "add_rms_norm": 2,
+                                 "rms_norm": 1, "rotary_mul": 2},
+    "qwen3": {"swiglu": 1, "add_rms_norm": 2, "rms_norm": 3, "rotary_mul": 2},
+    "qwen3_moe": {"moe_gating_top_k": 1, "moe_experts": 1, "add_rms_norm": 2, "rms_norm": 3, "rotary_mul": 2},
+    "moe_block": {"moe_gating_top_k": 1, "moe_experts": 1, "swiglu": 1},
+    "moe_block_batched": {"moe_gating_top_k": 1, "moe_experts": 1, "swiglu": 1},
+}
+"""What the unchanged programs fuse: mutants are measured against it."""
+
+
 def compiled(program: Program, verify: bool = True) -> pipeline.Compilation:
     """All passes on ``program`` in place, for `TARGET`."""
     with target.using(TARGET):
@@ -88,8 +101,10 @@ def case_of(name: str, model: torch.nn.Module, args: tuple[Any, ...], kwargs: di
     values = {s.name: compile_path(s.source)(model, args, kwargs).detach().clone() for s in program.inputs}
     lowered = copy.deepcopy(program)
     done = compiled(lowered)
+    counts = {rule: n for rule, n in done.log.counts().items() if not rule.startswith("lift")}
+    assert counts == FUSIONS[name], f"{name} fuses {counts}, not {FUSIONS[name]}: {done.log.misses}"
     result, _ = oracle.lowered(lowered, values)
-    return Case(name, program, values, oracle.node_values(program, values), done.log.counts(), result)
+    return Case(name, program, values, oracle.node_values(program, values), counts, result)
 
 
 def _cached(model: torch.nn.Module, tokens: int, batch: int, past: int, length: int = 64) -> tuple[Any, Any]:

@@ -278,6 +278,8 @@ def _weight_cast(e: Edit, n: fx.Node) -> None:
 def _weight_elsewhere(e: Edit, n: fx.Node) -> None:
     """Two roles for one weight: another one of the same shape is replaced by it."""
     same = [w for w in weights(e.program) if w is not n and shape(w) == shape(n) and dtype(w) == dtype(n)]
+    inputs = {u.args[0] for u in n.users if is_call(u, aten.linear.default)}
+    same = [w for w in same if not any(u.args[0] in inputs for u in w.users)]  # two equal linears are one
     if not same:
         raise NotHereError
     e.bypass(e.rng.choice(same), n)
@@ -362,7 +364,7 @@ OPERATORS = (
     Operator("any_aliased", ALL, values, _wrap(aten.alias.default), **KEEP),
     Operator("any_times_one", ALL, floats, _wrap(aten.mul.Tensor, 1.0), **KEEP),
     Operator("any_minus_zero_added", ALL, floats, _negative_zero, **KEEP),
-    Operator("any_zero_added", ALL, floats, _wrap(aten.add.Tensor, 0.0), **KEEP),
+    Operator("any_zero_added", ALL, floats, _wrap(aten.add.Tensor, 0.0), same=True),
     Operator("any_nan_to_num", ALL, floats, _nan_to_num, same=True),
     Operator("any_wide_clamp", ALL, floats, _wide_clamp, same=True),
     Operator("any_tight_clamp", ALL, floats, _tight_clamp),

@@ -214,7 +214,7 @@ def _gated(e: Edit, n: Norm) -> None:
 
 
 def _gated_inside(e: Edit, n: Norm) -> None:
-    gate = e.before(n.rounded if n.rounded is not n.normed else n.scaled, aten.sigmoid.default, n.wide)
+    gate = e.before(n.normed, aten.sigmoid.default, n.wide)
     e.after(n.normed, aten.mul.Tensor, gate)
 
 
@@ -379,7 +379,7 @@ OPERATORS = (
     Operator("norm_mean_over_two_dims", NORM, norms, _two_dims, words=("the mean is over",)),
     Operator("norm_other_power", NORM, norms, _power, words=("pow",)),
     Operator("norm_magnitude_not_square", NORM, norms, _magnitude, words=("pow", "abs")),
-    Operator("norm_centred", NORM, norms, _centred, words=("sub",)),
+    Operator("norm_centred", NORM, norms, _centred, words=("sub", "mixes dtypes")),
     Operator("norm_statistics_of_part", NORM, norms, _part_of_row, words=("slice",)),
     Operator("norm_gamma_before_cast", NORM, norms, _gamma_before_cast, legal=True, same=True),
     Operator("norm_gamma_wide_before_cast", NORM, norms, _gamma_wide, legal=True, same=True),

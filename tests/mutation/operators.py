@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from cannopy.fx_passes.graph import Editor, aten, is_call, shape
+from cannopy.fx_passes.order import sort
 from cannopy.fx_passes.program import InputSpec, Program
 
 Tensor = torch.Tensor
@@ -190,16 +191,19 @@ def mutate(operator: Operator, edit: Edit, site: Any) -> None:
         raise NotHereError(str(e)) from e
     graph = edit.program.gm.graph
     edit.editor.sweep()
+    sort(graph)
+    output = graph.output_node()
+    for node in [n for n in graph.nodes if is_call(n, aten.copy_.default)]:
+        output.prepend(node)
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         try:
             edit.editor.refresh(node)
-        except Exception as e:  # noqa: BLE001 whatever a fake kernel says of shapes that do not fit
+        except Exception as e:
             raise NotHereError(str(e)) from e
         if is_call(node, aten.copy_.default) and shape(node.args[0]) != shape(node.args[1]):  # type: ignore[arg-type]
             raise NotHereError("a cache would change its shape")
-    output = graph.output_node()
     output.meta["val"] = tuple(n.meta["val"] for n in output.args[0])  # type: ignore[union-attr]
     graph.lint()
     edit.program.gm.recompile()

@@ -403,7 +403,7 @@ def _underflow(e: Edit, r: Router) -> None:
 SIG = biased
 BIAS = ("bias",)
 GROUP = ("group",)
-SUM = ("sum", "div", "norm_type")
+SUM = ("sum", "div", "norm_type", "picked")
 OPERATORS = (
     Operator("router_weights_from_biased", ROUTER, SIG, _weights_from_biased, words=BIAS),
     Operator("router_weights_are_topk_values", ROUTER, SIG, _weights_are_values, words=BIAS),

@@ -245,7 +245,7 @@ def _required(options: Options, log: Log) -> None:
     for name, wanted in options.fusions.items():
         if wanted == "require" and not counts.get(name):
             kinds = by_layer(m for m in log.misses if m.rule == name)
-            reasons = [f"  {m.reason} ({m.source}; {places} places)" + (f"\n    to match: {m.remedy}" if m.remedy else "")
+            reasons = [f"  {m.reason} ({m.source}; {places} places)" + f"\n    to match: {m.remedy}" * bool(m.remedy)
                        for m, _, places in kinds]
             text = "\n".join(reasons) or "  nothing in the graph comes near its pattern"
             raise FusionRequiredError(f"fusion {name} is required and was not applied:\n{text}\n"

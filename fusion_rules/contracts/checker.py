@@ -33,7 +33,7 @@ def check_call(
     """
     if product not in PRODUCTS:
         raise ValueError(f"unknown product {product!r}; known: {', '.join(PRODUCTS)}")
-    names = _bind(op, load_contract(op), args, kwargs)
+    names = bound(op, args, kwargs)
     try:
         return list(_broken(op, product, host, graph, cann, tuple((k, type(v), v) for k, v in names.items())))
     except TypeError as error:
@@ -116,7 +116,9 @@ def value_error(op: str, rule: str, found: str) -> ContractError:
     raise KeyError(f"the contract of {op} has no value rule {rule!r}")
 
 
-def _bind(op: str, contract: Contract, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, Any]:
+def bound(op: str, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, Any]:
+    """The arguments of a call by name, defaults included, as clauses see them. TypeError as `check_call`."""
+    contract = load_contract(op)
     order = list(contract.arguments)
     if len(args) > len(order):
         raise TypeError(f"{op} takes {len(order)} arguments, got {len(args)}")

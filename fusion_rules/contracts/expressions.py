@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 SCALAR_TYPES = {5: "float16", 6: "float32", 15: "bfloat16", 1: "int8", 3: "int32"}
@@ -70,6 +70,8 @@ class Expression:
 
     text: str
     tree: ast.expr
+    code: Callable[[Mapping[str, Any]], Any] = field(compare=False, repr=False)
+    reads: frozenset[str] = frozenset()
 
     @staticmethod
     def parse(text: str) -> Expression:
@@ -79,16 +81,16 @@ class Expression:
         except SyntaxError as error:
             raise ValueError(f"not an expression: {text!r}") from error
         _validate(tree, text)
-        return Expression(text, tree)
+        names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+        return Expression(text, tree, _compiled(tree), frozenset(names - set(_FUNCTIONS)))
 
     def __call__(self, names: Mapping[str, Any]) -> Any:
         """The value with `names` bound. KeyError names what is not bound."""
-        return _evaluate(self.tree, names)
+        return self.code(names)
 
     def names(self) -> set[str]:
         """The names that the expression reads, functions not counted."""
-        found = {n.id for n in ast.walk(self.tree) if isinstance(n, ast.Name)}
-        return found - set(_FUNCTIONS)
+        return set(self.reads)
 
 
 _NODES = (
@@ -106,41 +108,56 @@ def _validate(tree: ast.expr, text: str) -> None:
             raise ValueError(f"{type(node).__name__} is not allowed in a contract expression: {text!r}")
 
 
-def _evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
+_Code = Callable[[Mapping[str, Any]], Any]
+
+
+def _compiled(node: ast.expr) -> _Code:
+    """A function of the bound names that gives the value of ``node``; the tree is walked once, not at each call."""
     match node:
         case ast.Constant(value=value):
-            return value
+            return lambda names: value
         case ast.Name(id=name):
-            return names[name]
+            return operator.itemgetter(name)
         case ast.List(elts=items) | ast.Tuple(elts=items):
-            return [_evaluate(item, names) for item in items]
+            parts = [_compiled(item) for item in items]
+            return lambda names: [part(names) for part in parts]
         case ast.Attribute(value=inner, attr=attr):
-            return getattr(_evaluate(inner, names), attr)
+            of, get = _compiled(inner), operator.attrgetter(attr)
+            return lambda names: get(of(names))
         case ast.Subscript(value=inner, slice=ast.Slice(lower=lower, upper=upper, step=None)):
-            start = None if lower is None else _evaluate(lower, names)
-            return _evaluate(inner, names)[start : None if upper is None else _evaluate(upper, names)]
+            of, start, end = _compiled(inner), *(None if x is None else _compiled(x) for x in (lower, upper))
+            return lambda names: of(names)[start and start(names) : end and end(names)]
         case ast.Subscript(value=inner, slice=index):
-            return _evaluate(inner, names)[_evaluate(index, names)]
+            of, at = _compiled(inner), _compiled(index)
+            return lambda names: of(names)[at(names)]
         case ast.UnaryOp(op=ast.Not(), operand=inner):
-            return not _evaluate(inner, names)
+            of = _compiled(inner)
+            return lambda names: not of(names)
         case ast.UnaryOp(operand=inner):
-            return -_evaluate(inner, names)
+            of = _compiled(inner)
+            return lambda names: -of(names)
         case ast.BinOp(left=left, op=op, right=right):
-            return _BINARY[type(op)](_evaluate(left, names), _evaluate(right, names))
-        case ast.BoolOp(op=ast.And(), values=parts):
-            return all(_evaluate(part, names) for part in parts)
-        case ast.BoolOp(values=parts):
-            return any(_evaluate(part, names) for part in parts)
+            a, b, apply = _compiled(left), _compiled(right), _BINARY[type(op)]
+            return lambda names: apply(a(names), b(names))
+        case ast.BoolOp(op=op, values=values):
+            parts, every = [_compiled(v) for v in values], isinstance(op, ast.And)
+            return lambda names: (all if every else any)(part(names) for part in parts)
         case ast.Compare(left=left, ops=ops, comparators=rights):
-            return _compare(_evaluate(left, names), ops, [_evaluate(r, names) for r in rights])
+            return _comparison(_compiled(left), [_COMPARE[type(o)] for o in ops], [_compiled(r) for r in rights])
         case ast.Call(func=ast.Name(id=name), args=args):
-            return _FUNCTIONS[name](*(_evaluate(arg, names) for arg in args))
+            function, given = _FUNCTIONS[name], [_compiled(arg) for arg in args]
+            return lambda names: function(*(arg(names) for arg in given))
     raise ValueError(f"unexpected {type(node).__name__} in a contract expression")
 
 
-def _compare(left: Any, ops: Sequence[ast.cmpop], rights: Sequence[Any]) -> bool:
-    for op, right in zip(ops, rights, strict=True):
-        if not _COMPARE[type(op)](left, right):
-            return False
-        left = right
-    return True
+def _comparison(first: _Code, tests: Sequence[Callable[[Any, Any], bool]], rest: Sequence[_Code]) -> _Code:
+    def compare(names: Mapping[str, Any]) -> bool:
+        left = first(names)
+        for test, code in zip(tests, rest, strict=True):
+            right = code(names)
+            if not test(left, right):
+                return False
+            left = right
+        return True
+
+    return compare

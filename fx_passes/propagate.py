@@ -19,6 +19,9 @@ PURE = frozenset({"aten", "prims", "cannopy"})
 """Namespaces whose results depend on the operands' metadata only. Those of device operations may depend on the chip
 that is being compiled for: they are forgotten between passes."""
 
+STRIDED = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_copy.default,
+                     torch.ops.aten.as_strided_scatter.default})  # fmt: skip
+
 
 class _UnknownError(Exception):
     """An argument whose meaning for the operator is not known to be in a key."""
@@ -81,7 +84,7 @@ class Propagation:
 
 def _key(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What decides the result's metadata, or None when the call has to be run."""
-    if not isinstance(target, OpOverload) or target._schema.is_mutable:
+    if not isinstance(target, OpOverload) or target._schema.is_mutable or target in STRIDED:
         return None
     try:
         return target, tuple(map(_frozen, args)), tuple((k, _frozen(v)) for k, v in kwargs.items())
@@ -105,11 +108,13 @@ def _frozen(value: Any) -> Any:
 
 
 def _tensor(value: torch.Tensor) -> Any:
-    """The metadata that operators read. Symbolic sizes, sparse and complex values are run every time."""
-    if type(value) is not FakeTensor or value.layout is not torch.strided:
+    """The metadata that operators read. Symbolic sizes, sparse and complex values are run every time.
+
+    Where a view begins in its storage is no part of it: only the operators in `STRIDED` look at that.
+    """
+    if not isinstance(value, FakeTensor) or value.layout is not torch.strided:
         raise _UnknownError
     size, dtype = value.shape, value.dtype
     if dtype.is_complex or not all(type(d) is int for d in size):
         raise _UnknownError
-    return (id(value.fake_mode), dtype, tuple(size), value.stride(), value.storage_offset(), value.device,
-            value.requires_grad)
+    return id(value.fake_mode), dtype, tuple(size), value.stride(), value.device, value.requires_grad

@@ -30,8 +30,8 @@ class Snapshot:
         graph = fx.Graph(tracer_cls=self._tracer)
         made: dict[fx.Node, fx.Node] = {}
         for old, op, name, target, args, kwargs, kind, meta in self._nodes:
-            values: Any = fx.node.map_arg((args, kwargs), made.__getitem__)
-            node = graph.create_node(op, target, *values, name=name, type_expr=kind)
+            new: Any = fx.node.map_arg((args, kwargs), made.__getitem__)
+            node = graph.create_node(op, target, new[0], new[1], name, kind)
             if node.name != name:
                 node._rename(name)
             node.meta = meta

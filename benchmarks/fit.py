@@ -20,7 +20,6 @@ from cannopy.stream_scheduler.calibration import FITTED, Point, load_points
 from cannopy.stream_scheduler.constants import Constant, Constants
 from cannopy.stream_scheduler.cost.chip import Chip
 from cannopy.stream_scheduler.cost.laws import LAWS
-from cannopy.stream_scheduler.hardware import Hardware, load_hardware
 
 GROUPS = Path(__file__).with_name("groups.yaml")
 NETWORKS = "network"
@@ -77,11 +76,6 @@ def _searched(name: str, entry: Mapping[str, Any]) -> Searched:
     return Searched(name, start, low, high, entry.get("prior"), entry["unit"], entry["source"])
 
 
-def reference_hardware() -> Hardware:
-    """The die that the points were measured on."""
-    return load_hardware("atlas-a3")
-
-
 def started(groups: Sequence[Group], published: Mapping[str, Constant]) -> Constants:
     """The published constants and the start values of the searched ones."""
     searched = {
@@ -134,7 +128,7 @@ def leave_one_out(
     for point in (p for p in group.points if p.file in files):
         others = [p for p in group.points if (p.kernel, p.sizes) != (point.kernel, point.sizes)]
         refitted = fit_group(group, others, constants, constants) if others else constants
-        yield point, point.estimate(reference_hardware(), refitted).us
+        yield point, point.estimate(refitted).us
 
 
 def pairs(points: Sequence[Point]) -> list[tuple[Point, Point]]:
@@ -151,16 +145,15 @@ def pairs(points: Sequence[Point]) -> list[tuple[Point, Point]]:
 def _residuals(
     points: Sequence[Point], paired: Sequence[tuple[Point, Point]], constants: Constants
 ) -> list[float]:
-    hardware = reference_hardware()
-    logs = {id(p): math.log(_us(p, hardware, constants) / p.us) for p in points}
+    logs = {id(p): math.log(_us(p, constants) / p.us) for p in points}
     in_pair = {id(p) for pair in paired for p in pair}
     single = [logs[id(p)] * (PAIRED_WEIGHT if id(p) in in_pair else 1.0) for p in points]
     return single + [PAIR_WEIGHT * (logs[id(few)] - logs[id(all_)]) for few, all_ in paired]
 
 
-def _us(point: Point, hardware: Hardware, constants: Constants) -> float:
+def _us(point: Point, constants: Constants) -> float:
     """The time law alone, which a fit asks for some ten thousand times."""
-    return LAWS[point.work.kernel.law](point.work, Chip(hardware, constants, point.share)).us
+    return LAWS[point.work.kernel.law](point.work, Chip(point.hardware, constants, point.share)).us
 
 
 def _selected(chosen: str) -> tuple[Point, ...]:

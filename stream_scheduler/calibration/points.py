@@ -14,15 +14,16 @@ import yaml
 
 from cannopy.stream_scheduler.constants import Constants
 from cannopy.stream_scheduler.cost import Estimate, Share, Work, estimate, kernel
-from cannopy.stream_scheduler.hardware import Hardware
+from cannopy.stream_scheduler.hardware import Hardware, load_hardware
 
 FITTED = ("matmul", "core_split", "small_ops", "collectives", "published")
-HELD_OUT = ("held_out",)
+HELD_OUT = ("held_out", "other_chips")
+CHIP = "atlas-a3"
 
 
 @dataclass(frozen=True)
 class Point:
-    """One measured kernel: ``us`` at ``sizes`` on ``share`` of an Atlas A3 die. ``source`` is a key of `sources`."""
+    """One measured kernel: ``us`` at ``sizes`` on ``share`` of a die of ``chip``. ``source`` is a key of `sources`."""
 
     file: str
     name: str
@@ -31,6 +32,12 @@ class Point:
     share: Share
     us: float
     source: str
+    chip: str = CHIP
+
+    @cached_property
+    def hardware(self) -> Hardware:
+        """The die that it was measured on."""
+        return load_hardware(self.chip)
 
     @cached_property
     def work(self) -> Work:
@@ -41,9 +48,9 @@ class Point:
         """The same point with nothing in L2."""
         return replace(self, share=replace(self.share, l2_weights=0.0))
 
-    def estimate(self, hardware: Hardware, constants: Constants) -> Estimate:
+    def estimate(self, constants: Constants) -> Estimate:
         """The model's answer at this point."""
-        return estimate(self.work, hardware=hardware, constants=constants, share=self.share)
+        return estimate(self.work, hardware=self.hardware, constants=constants, share=self.share)
 
 
 @cache
@@ -71,4 +78,7 @@ def _point(file: str, row: Mapping[str, str]) -> Point:
     if row["source"] not in sources():
         raise ValueError(f"{file}.csv: {row['name']}: source {row['source']!r} is not in sources.yaml")
     sizes = {name: float(value) for name, value in pairs}
-    return Point(file, row["name"], row["kernel"], MappingProxyType(sizes), share, float(row["us"]), row["source"])
+    return Point(
+        file, row["name"], row["kernel"], MappingProxyType(sizes), share, float(row["us"]), row["source"],
+        row.get("chip", CHIP),
+    )

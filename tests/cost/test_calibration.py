@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import accuracy, calibrate
-from benchmarks.fit import fit_all, leave_one_out, load_groups, pairs, reference_hardware
+from benchmarks.fit import fit_all, leave_one_out, load_groups, pairs
 from benchmarks.fit_networks import fit_networks
 from benchmarks.residuals import Residual, plot
 from cannopy.stream_scheduler.calibration import FITTED, HELD_OUT, load_points, sources, table
@@ -68,10 +68,10 @@ def test_mean_error_of_points_left_out(left_out: dict[tuple[str, str], float], f
 
 def test_points_in_no_fit_are_predicted_as_well() -> None:
     used = {(p.kernel, tuple(p.sizes.items())) for g in GROUPS if not g.on_networks for p in g.points}
-    held = [p for file in HELD_OUT for p in load_points(file)]
+    held = load_points("held_out")
     assert len(held) >= 40
     assert not [p.name for p in held if (p.kernel, tuple(p.sizes.items())) in used]
-    errors = sorted(abs(p.estimate(reference_hardware(), stored()).us / p.us - 1) for p in held)
+    errors = sorted(abs(p.estimate(stored()).us / p.us - 1) for p in held)
     assert errors[len(errors) // 2] <= 0.12
 
 
@@ -80,11 +80,10 @@ CORE_SPLIT = pairs(load_points("core_split"))
 
 @pytest.mark.parametrize(("few", "many"), CORE_SPLIT, ids=[few.name for few, _ in CORE_SPLIT])
 def test_half_the_cores(few, many) -> None:
-    hardware = reference_hardware()
-    ratio = few.estimate(hardware, stored()).us / many.estimate(hardware, stored()).us
+    ratio = few.estimate(stored()).us / many.estimate(stored()).us
     assert ratio == pytest.approx(few.us / many.us, rel=accuracy.RATIO_GOAL)
     if few.work.weight_bytes:
-        assert few.cold().estimate(hardware, stored()).us > 1.2 * few.estimate(hardware, stored()).us
+        assert few.cold().estimate(stored()).us > 1.2 * few.estimate(stored()).us
 
 
 def test_there_are_six_pairs() -> None:
@@ -107,7 +106,7 @@ def test_page_shows_every_point_with_its_present_prediction() -> None:
             row = re.search(cells, text, re.MULTILINE)
             assert row, f"{point.name} is not on the page: python benchmarks/accuracy.py"
             assert float(row[1]) == point.us
-            assert float(row[2]) == pytest.approx(point.estimate(reference_hardware(), stored()).us, rel=0.01, abs=0.06)
+            assert float(row[2]) == pytest.approx(point.estimate(stored()).us, rel=0.01, abs=0.06)
 
 
 def test_written_constants_read_back() -> None:

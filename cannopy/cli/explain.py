@@ -15,11 +15,13 @@ from cannopy.cli.common import (
     verb_parser,
     working,
 )
+from cannopy.errors import CannopyError, unknown
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from cannopy.explain import Explanation, Fate
+    from cannopy.options import Options
 
 _DESCRIPTION = """\
 For each kind of place where a fusion rule applied: the layers, and the lines of the model's source that became a
@@ -55,6 +57,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Explain; 1 when a required fusion applies nowhere, 0 otherwise, also when nothing fused."""
+    options = options_of(args)
+    if args.rule:
+        _check_rule(args.rule, options)
     loaded = load_model(args)
     screen = console(args)
     for note in loaded.notes:
@@ -62,7 +67,6 @@ def run(args: argparse.Namespace) -> int:
     from cannopy import explain
 
     call_args, call_kwargs = loaded.make_inputs(args.phase)
-    options = options_of(args)
     with working(screen, f"explaining {args.phase} of {loaded.name} for {options.target}"):
         whole = explain.explain(loaded.model, loaded.method, call_args, call_kwargs, options)
     found = whole.of_rule(args.rule) if args.rule else whole
@@ -76,6 +80,17 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show(found, fate, screen)
     return int(bool(found.unmet))
+
+
+def _check_rule(rule: str, options: Options) -> None:
+    from cannopy.environment import import_torch
+
+    import_torch()
+    from cannopy import pipeline
+
+    names = pipeline.plan(options).rule_names
+    if rule not in names:
+        raise CannopyError(unknown("rule", rule, names))
 
 
 def _show(found: Explanation, fate: Fate | None, screen: Console) -> None:

@@ -18,13 +18,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "forms.md"
 VERSIONS = ("4.57.6", "5.4.0", "5.8.0", "5.14.1", "5.24.0")
-PHASES = ("prefill", "decode")
+MODELS = ("deepseek_v3", "deepseek_v32", "qwen3_moe")
 
 
 def environment(folder: Path, version: str) -> dict[str, str]:
@@ -39,10 +40,10 @@ def environment(folder: Path, version: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join((str(place), str(ROOT))), "OMP_NUM_THREADS": "1"}
 
 
-def measure(folder: Path, version: str) -> dict[str, Any]:
+def measure(folder: Path, version: str, models: Sequence[str]) -> dict[str, Any]:
     """What the probe found under ``version``: {model: {phase: row}}."""
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "forms_probe.py"), *PHASES], env=environment(folder, version),
+        [sys.executable, str(ROOT / "tools" / "forms_probe.py"), *models], env=environment(folder, version),
         capture_output=True, text=True, check=False,
     )
     if done.returncode:
@@ -91,8 +92,8 @@ NOTES = (
     "stacked weights with `grouped_mm`, tokens gathered twice (5.0 to 5.4), once (from 5.8), ids checked against the "
     "number of experts (5.8, 5.14);",
     "- routing in the router or in the block, dropped groups at 0.0 (to 5.4) or -inf. The 0.0 form is the same "
-    "function where the correction bias has no negative entry, which is looked up at compile time and asserted whenever weights "
-    "are loaded; with a negative entry it is left as it is, with the reason;",
+    "function where the correction bias has no negative entry, which is looked up at compile time and asserted "
+    "whenever weights are loaded; with a negative entry it is left as it is, with the reason;",
     "- a correction bias in bf16 (to 5.14), widened at load;",
     "- rotary of pairs by a transpose (to 5.8) or by even and odd slices (from 5.14).",
     "",
@@ -125,16 +126,19 @@ def main() -> int:
     """Install, measure, write; 1 when something is not as expected."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--versions", nargs="+", default=VERSIONS, metavar="V")
+    parser.add_argument("--models", nargs="+", default=MODELS, metavar="M", help="names of tools/forms_probe.py")
     parser.add_argument("--envs", type=Path, default=Path.home() / ".cache" / "cannopy-forms", metavar="DIR")
     parser.add_argument("--json", action="store_true", help="print what was found; write no page")
     given = parser.parse_args()
     import torch
 
-    found = {version: measure(given.envs.resolve(), version) for version in given.versions}
+    found: dict[str, dict[str, Any]] = {}
+    for version in given.versions:
+        found[version] = measure(given.envs.resolve(), version, given.models)
+        if not given.json:  # after each version, which takes minutes
+            PAGE.write_text(page(found, torch.__version__, datetime.date.today().isoformat()), encoding="utf-8")
     if given.json:
         print(json.dumps(found))
-    else:
-        PAGE.write_text(page(found, torch.__version__, datetime.date.today().isoformat()), encoding="utf-8")
     faults = wrong(found)
     print(*faults, sep="\n", file=sys.stderr)
     return int(bool(faults))

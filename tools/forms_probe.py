@@ -1,6 +1,6 @@
 """Fusion counts and numbers of tiny stock models under the transformers that this process imports; JSON on stdout.
 
-    PYTHONPATH=DIR python tools/forms_probe.py prefill decode
+    PYTHONPATH=DIR python tools/forms_probe.py [MODEL …]
 
 `tools/forms.py` runs it once per version. ``MODELS`` and ``counts`` are also what the tests expect of the present one.
 """
@@ -172,16 +172,18 @@ def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float(((found.double() - exact).norm(dim=-1) / exact.norm(dim=-1)).median())
 
 
-def main(phases: Sequence[str]) -> None:
-    """Print {model: {phase: row}}."""
+def main(names: Sequence[str]) -> None:
+    """Print {model: {phase: row}}; all models that this transformers has when none is named."""
     activate()
+    phases: tuple[Phase, ...] = ("prefill", "decode")
     found: dict[str, dict[str, Any]] = {}
-    for name, model in MODELS.items():
+    for name in names or MODELS:
+        model = MODELS[name]
         if not hasattr(transformers, f"{model.architecture}Config"):
             continue
         for phase in phases:
             try:
-                found.setdefault(name, {})[phase] = row(model, phase, 3)  # type: ignore[arg-type]
+                found.setdefault(name, {})[phase] = row(model, phase, 3)
             except Exception as e:  # noqa: BLE001 one model that fails is a row of the table
                 found.setdefault(name, {})[phase] = {"error": f"{type(e).__name__}: {e}".splitlines()[0],
                                                      "about": model.about}

@@ -173,6 +173,9 @@ REFUSES: dict[str, tuple[Callable[[], Traced], str]] = {
     "sum read too": (lambda: trace(
         lambda *a: ((r := Experts(cast=False)(*a)).bfloat16(), r + 1), *operands(), parameters=[3, 4]),
         "the experts' result has other readers"),
+    "half of the pairs": (lambda: trace(
+        lambda x, i, s, a, b: Experts()(x.repeat(2, 1), i, s, a, b), *operands(), parameters=[3, 4]),
+        "pairs of token and expert are not"),
 }
 
 
@@ -186,7 +189,9 @@ def test_refuses_more_weights_than_bins() -> None:
     x, ids, scales, w1, w2 = operands()
     more = torch.cat([w1, w1[:2]])
     before = trace(lambda x, i, s, a, b: Experts()(x, i, s, a[:E], b), x, ids, scales, more, w2, parameters=[3, 4])
-    assert before.fused(RULES)[1].hits == []
+    _, log = before.fused(RULES)
+    assert log.hits == []
+    assert any("must be parameters" in m.reason for m in log.misses)
 
 
 def test_refuses_other_targets_limits() -> None:

@@ -38,7 +38,7 @@ class Router:
     def __call__(self, logits: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
         scores = self.scores(logits)
         choice = scores
-        if self.bias in ("fp32", "bf16"):
+        if self.bias in ("fp32", "bf16", "fp64"):
             choice = scores + bias
         elif self.bias == "number":
             choice = scores + 0.25
@@ -83,7 +83,8 @@ class Router:
         generator = torch.Generator().manual_seed(seed)
         logits = 2 * torch.randn((rows, self.experts), generator=generator)
         bias = 0.2 * torch.randn(self.experts, generator=generator)
-        return trace(self, logits, bias.bfloat16() if self.bias == "bf16" else bias, parameters=[1])
+        dtype = {"bf16": torch.bfloat16, "fp64": torch.float64}.get(self.bias, torch.float32)
+        return trace(self, logits, bias.to(dtype), parameters=[1])
 
     def exact(self, logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         """(dense weights [T, E], chosen [T, E]) in float64, row by row."""
@@ -166,6 +167,7 @@ REFUSES: dict[str, tuple[Router, str]] = {
     "top three": (Router(group_score="three"), "a group's score is the sum of its 3 best"),
     "mean of group": (Router(group_score="mean"), "found aten.mean"),
     "smallest": (Router(largest=False), "does not take the largest scores"),
+    "fp64 bias": (Router(bias="fp64"), "to which that cannot be widened exactly"),
     "number as bias": (Router(bias="number"), "the bias must be a tensor of shape [16]"),
     "tanh": (Router(activation="tanh"), "found aten.tanh"),
     "softmax over tokens": (replace(SOFTMAX, activation="softmax_tokens"), "the softmax is not over the experts"),
@@ -201,7 +203,7 @@ def test_refuses_scores_in_bf16() -> None:
     logits = torch.randn((9, 16), generator=torch.Generator().manual_seed(0)).bfloat16()
     _, log = trace(router, logits, torch.zeros(16)).fused(RULES)
     assert log.hits == []
-    assert any("chosen by torch.bfloat16 scores" in m.reason for m in log.misses)
+    assert any("chosen by torch.bfloat16 scores, the op chooses by fp32 scores" in m.reason for m in log.misses)
 
 
 def test_refuses_logits_of_rank_three() -> None:

@@ -150,8 +150,8 @@ def _heads_of_their_own(x: Tensor, angles: Tensor) -> Tensor:
 
 
 ROTARY_REFUSALS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str, torch.dtype]] = {
-    "pairs": (_wrong_pairs, "lift_rotary", torch.bfloat16),
-    "quarters": (_quarters, "lift_rotary_half", torch.bfloat16),
+    "pairs": (_wrong_pairs, "the rotated pairs are neither even/odd elements nor halves", torch.bfloat16),
+    "quarters": (_quarters, "the rotated parts are not the two halves of the last dim", torch.bfloat16),
     "other halves": (_other_halves, "cos or sin is not provably cat(angles, angles)", torch.bfloat16),
     "broadcast": (_broadcast, "cos broadcasts the rotated tensor to another shape", torch.bfloat16),
     "more dims": (_more_dims, "cos has more dims than the rotated tensor", torch.bfloat16),
@@ -187,6 +187,32 @@ def test_another_permutation_of_the_pairs_stays_in_front() -> None:
 def _norm(x: Tensor, gamma: Tensor) -> Tensor:
     wide = x.float()
     return gamma * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def _over(dim: int, gamma: Callable[[Tensor], object]) -> Callable[[Tensor, Tensor], Tensor]:
+    def fn(x: Tensor, g: Tensor) -> Tensor:
+        wide = x.float()
+        normed = (wide * torch.rsqrt(wide.pow(2).mean(dim, keepdim=True) + 1e-6)).to(x.dtype)
+        return gamma(g) * normed  # type: ignore[no-any-return, operator]
+
+    return fn
+
+
+NORM_REFUSALS = {
+    "mean over tokens": (_over(0, lambda g: g), "the mean is over dim 0, not over the last one"),
+    "gamma of one entry": (_over(-1, lambda g: g[:1]), "gamma has shape (1,), not [64]"),
+    "gamma per token": (_over(-1, lambda g: g[:7, None]), "gamma has shape (7, 1), not [64]"),
+}
+
+
+@pytest.mark.parametrize("name", NORM_REFUSALS)
+def test_lift_rms_norm_refuses(name: str) -> None:
+    fn, reason = NORM_REFUSALS[name]
+    before = trace(fn, _x(torch.bfloat16, 7, 64), 1 + 0.2 * _x(torch.bfloat16, 64))
+    after, log = before.fused(rms_norm.RULES)
+    if reason:
+        assert any(reason in m.reason for m in log.misses), (log.hits, log.misses)
+    torch.testing.assert_close(after.run()[0], before.run()[0], rtol=BF16, atol=1e-3)
 
 
 SUMS: dict[str, tuple[Callable[..., tuple[Tensor, ...]], str]] = {

@@ -6,6 +6,7 @@ a millisecond. What is remembered belongs to one graph; nothing is shared betwee
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -57,6 +58,10 @@ class Propagation:
         ``mode`` gives the fake mode of these values; it is asked only when the call has to be run.
         Raises KeyError for a node without a value and whatever the operator raises.
         """
+        if target is operator.getitem and isinstance(args[0], fx.Node):
+            several = args[0].meta["val"]
+            if isinstance(several, list | tuple):
+                return several[args[1]]
         key = _key(target, args, kwargs)
         known = self._known if key is not None and target.namespace in PURE else self._of_device
         if key is not None and key in known:

@@ -37,6 +37,8 @@ def main(argv: list[str] | None = None) -> int:
     outcomes: list[trial.Outcome] = []
     start = time.time()
     for i in range(args.runs):
+        if args.minutes and time.time() - start > 60 * args.minutes:
+            break
         seed = args.seed + i
         found = trial.drawn(seed, args.case, args.operator)
         outcomes.append(found)
@@ -45,7 +47,8 @@ def main(argv: list[str] | None = None) -> int:
         if (i + 1) % 50 == 0:
             made = sum(o.made for o in outcomes)
             wrong = sum(bool(o.wrong) for o in outcomes)
-            print(f"{i + 1} runs, {made} mutants, {wrong} wrong, {time.time() - start:.0f} s", file=sys.stderr, flush=True)
+            print(f"{i + 1} runs, {made} mutants, {wrong} wrong, {time.time() - start:.0f} s", file=sys.stderr,
+                  flush=True)
     summary = _summary(outcomes, args.seed, time.time() - start)
     print(json.dumps(summary, indent=2))
     if args.json:
@@ -59,6 +62,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 20))
+    parser.add_argument("--minutes", type=float, help="stop after so many minutes, whatever --runs says")
     parser.add_argument("--case", action="append", default=[])
     parser.add_argument("--operator", action="append", default=[])
     parser.add_argument("--json", type=Path)

@@ -441,7 +441,7 @@ def _choice_of_values(e: Edit, i: Indexer) -> None:
 
 def _hadamard(e: Edit, i: Indexer) -> None:
     """An orthogonal rotation of the queries and the keys: the same products."""
-    q, k = i.products.args
+    q = i.products.args[0]
     dim = shape(q)[-1]
     basis, _ = torch.linalg.qr(e.noise(dim, dim))
     rotation = e.argument(basis.to(dtype(q)))

@@ -159,7 +159,7 @@ def _caches_swapped(e: Edit, w: Write) -> None:
 
 def counters(p: Program) -> list[fx.Node]:
     """The write-backs of lengths."""
-    return [n for n in calls(p, aten.copy_.default) if not n.args[0].meta["val"].is_floating_point()]  # type: ignore
+    return [n for n in calls(p, aten.copy_.default) if not n.args[0].meta["val"].is_floating_point()]  # type: ignore[union-attr]
 
 
 def _counter_step(e: Edit, back: fx.Node) -> None:

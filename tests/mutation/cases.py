@@ -153,7 +153,8 @@ def _qwen_moe() -> Case:
     return case_of("qwen3_moe", model, *_cached(model, 3, 1, 9))
 
 
-def _block(dtype: torch.dtype, experts: str, name: str) -> Case:
+def moe_block(dtype: torch.dtype, experts: str) -> tuple[torch.nn.Module, Tensor]:
+    """The stock MoE block of DeepSeek-V3.2 and an input; the router's bias is fp32 as in a loaded model."""
     from transformers import DeepseekV32Config
     from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32MoE
 
@@ -167,7 +168,12 @@ def _block(dtype: torch.dtype, experts: str, name: str) -> Case:
     module.to(dtype)
     module.gate.e_score_correction_bias = bias
     x = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(4)).to(dtype)
-    return case_of(name, module.eval(), (x,), {})
+    return module.eval(), x
+
+
+def _block(dtype: torch.dtype, experts: str, name: str) -> Case:
+    module, x = moe_block(dtype, experts)
+    return case_of(name, module, (x,), {})
 
 
 CASES: dict[str, Callable[[], Case]] = {

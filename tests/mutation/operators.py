@@ -16,7 +16,7 @@ from cannopy.fx_passes.program import InputSpec, Program
 
 Tensor = torch.Tensor
 MARK = "mutant.py:1"
-"""The source line of every node that a mutation makes or changes: a reason that points there names the mutated thing."""
+"""The source line of every node that a mutation makes or changes: a reason that points there names the thing."""
 
 ATTENTION = ("sparse_flash_attention", "mla_prolog")
 NORM = ("rms_norm", "add_rms_norm", "mla_prolog")

@@ -156,7 +156,7 @@ def _kept_interleaved(e: Edit, r: Rope) -> None:
 
 
 def _frequencies(p: Program) -> list[fx.Node]:
-    return [n for n in calls(p, aten.cos.default)]
+    return list(calls(p, aten.cos.default))
 
 
 def _other_base(e: Edit, cos: fx.Node) -> None:
@@ -269,7 +269,7 @@ def _only_cos(e: Edit, r: Rope) -> None:
 
 
 def _input_scaled(e: Edit, r: Rope) -> None:
-    scaled = e.after(r.x, aten.mul.Tensor, e.factor(), users=[u for u in r.x.users])
+    scaled = e.after(r.x, aten.mul.Tensor, e.factor(), users=list(r.x.users))
     del scaled
 
 
@@ -346,7 +346,7 @@ OPERATORS = (
     Operator("rope_other_pairs", ROPE, ropes, _other_pairs, words=("rotated p", "interleaved", "halves", "even")),
     Operator("rope_parts_swapped", ROPE, ropes, _swapped_parts, words=("rotated p", "slice", "sub")),
     Operator("rope_same_part_twice", ROPE, ropes, _shifted_parts, words=("rotated p", "slice")),
-    Operator("rope_turned_order", ROPE, halves, _turned_order, words=("neg", "slice", "cat")),
+    Operator("rope_turned_order", ROPE, halves, _turned_order, words=("neg", "slice", "cat", "rotated p")),
     Operator("rope_result_order", ROPE, ropes, _out_order, words=("sub", "add", "cat")),
     Operator("rope_stays_interleaved", ROPE, ropes, _kept_interleaved, words=("cat", "stack", "interleaved")),
     Operator("rope_other_base", ROPE, _frequencies, _other_base, legal=True),

@@ -408,7 +408,7 @@ OPERATORS = (
     Operator("router_weights_from_biased", ROUTER, SIG, _weights_from_biased, words=BIAS),
     Operator("router_weights_are_topk_values", ROUTER, SIG, _weights_are_values, words=BIAS),
     Operator("router_without_bias", ROUTER, SIG, _no_bias, legal=True),
-    Operator("router_bias_subtracted", ROUTER, SIG, _bias_subtracted, words=BIAS + ("sub",)),
+    Operator("router_bias_subtracted", ROUTER, SIG, _bias_subtracted, words=(*BIAS, "sub")),
     Operator("router_bias_swapped", ROUTER, SIG, _bias_swapped, legal=True, same=True),
     Operator("router_bias_on_logits", ROUTER, SIG, _bias_on_logits, words=BIAS),
     Operator("router_bias_everywhere", ROUTER, SIG, _bias_everywhere, legal=True),

@@ -30,10 +30,15 @@ def quantised(node: fx.Node) -> Call:
 
 def batched(node: fx.Node) -> Call:
     """A product per batch entry. 32-bit operands take two passes of 16 bits each in the formula of `batch_matmul`."""
-    x, y = argument(node, 0, "self"), argument(node, 1, "mat2")
+    x, y = node.args[0], node.args[1]
     batch = numel(x) / (width(x) * max(1, shape(x)[-2]))
     return Call("batch_matmul", {"batch": batch, "m": float(max(1, shape(x)[-2])), "k": width(x) * itemsize(x) / 2.0,
                                  "n": width(y)})
+
+
+def matmul(node: fx.Node) -> Call:
+    """aten.matmul: a product per entry of the leading dimensions where the second operand has any."""
+    return batched(node) if len(shape(argument(node, 1, "other"))) > 2 else product(node)
 
 
 def transposed(node: fx.Node) -> Call:
@@ -58,7 +63,7 @@ def grouped(node: fx.Node) -> Call:
 
 
 TABLE: dict[str, Callable[[fx.Node], Call]] = {
-    "aten.mm": product, "aten.linear": product, "aten.addmm": product, "aten.matmul": product,
+    "aten.mm": product, "aten.linear": product, "aten.addmm": product, "aten.matmul": matmul,
     "aten.bmm": batched, "aten._grouped_mm": grouped,
     "npu.npu_quant_matmul": quantised, "npu.npu_transpose_batchmatmul": transposed, "npu.npu_grouped_matmul": grouped,
 }

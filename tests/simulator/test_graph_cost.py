@@ -60,6 +60,14 @@ def test_matmul_norm_and_views_become_kernels_with_their_shapes() -> None:
     assert not found.unmapped
 
 
+def test_a_matmul_of_heads_is_a_product_per_head() -> None:
+    g = Graph()
+    heads, weights = g.tensor("heads", 16, 4, 512), g.tensor("weights", 16, 512, 128, kind="parameter")
+    (task,) = schedule_of(g.program(g.op(aten.matmul.default, heads, weights)), PRICING).schedule.tasks
+    assert (task.load.kernel, dict(task.load.work.sizes)) == (  # type: ignore[attr-defined]
+        "batch_matmul", {"batch": 16, "m": 4, "k": 512, "n": 128})
+
+
 def test_an_operation_without_a_formula_is_priced_by_its_bytes_and_named() -> None:
     g = Graph()
     y = g.op(aten.hardtanh.default, g.tensor("x", 64, 1024))

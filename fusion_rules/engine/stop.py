@@ -23,8 +23,9 @@ class Stop:
     ``matched`` of ``total`` operations of the pattern were found (``total``: those of its shortest form, or what was
     found and one more). At ``node``, an operand of ``user``, one of ``wanted`` was expected and ``value`` was there.
     ``kind`` is one of "operation", "constant", "operand" (another value where the same was expected), "value",
-    "argument", "order" and "missing". ``text`` says what was found where the value alone does not. ``nodes`` are those that matched,
-    ``reach`` is their number with what was looked through. Nothing is put into words before it is asked for.
+    "argument", "order" and "missing". ``text`` says what was found where the value alone does not. ``nodes`` are those
+    that matched, ``reach`` is their number with what was looked through. Nothing is put into
+    words before it is asked for.
     """
 
     matched: int

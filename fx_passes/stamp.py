@@ -158,6 +158,7 @@ class _Stamp:
     def _copy(self, copy: Copy, template: list[fx.Node], last: Nodes, cursor: _Cursors) -> Nodes:
         """The nodes of one missing unit by those of the template; ``last`` are those of the unit before it."""
         made: Nodes = {}
+        moved: dict[str, str] = {}
 
         def operand(node: fx.Node) -> fx.Node:
             if node in made:
@@ -170,11 +171,21 @@ class _Stamp:
                     new = self._placeholder(node, copy, made)
                 else:
                     args, kwargs = fx.node.map_arg((node.args, node.kwargs), operand)
-                    new = self.graph.create_node(node.op, node.target, args, kwargs)
-            new.meta = _moved(node.meta, copy.prefixes)
+                    new = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
+            new.meta.update(node.meta)
+            self._move(new.meta, copy.prefixes, moved)
             made[node] = new
             cursor.advance(node, new)
         return made
+
+    @staticmethod
+    def _move(meta: dict[str, Any], prefixes: Mapping[str, str], known: dict[str, str]) -> None:
+        """Put the metadata of a copied node into its own layer; ``known`` are paths that have been renamed before."""
+        path = str(meta.get("module_path", ""))
+        if path not in known:
+            known[path] = regions.renamed(path, prefixes)
+        if known[path] != path:
+            meta["module_path"], meta["layer"] = known[path], regions.layer_of(known[path])
 
     def _placeholder(self, node: fx.Node, copy: Copy, made: Nodes) -> fx.Node:
         wish = copy.inputs.get(node.name)
@@ -224,15 +235,6 @@ def _weight_name(name: str, copy: Copy) -> str:
     for old, new in copy.prefixes.items():
         name = name.replace(f"{old.replace('.', '_')}_", f"{new.replace('.', '_')}_")
     return name
-
-
-def _moved(meta: Mapping[str, Any], prefixes: Mapping[str, str]) -> dict[str, Any]:
-    """The metadata of a copy: as the template's, in another layer."""
-    found = dict(meta)
-    path = regions.renamed(str(meta.get("module_path", "")), prefixes)
-    if path != meta.get("module_path", ""):
-        found["module_path"], found["layer"] = path, regions.layer_of(path)
-    return found
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from cannopy.frontend import regions
 from cannopy.frontend.call_trace import IrregularError
 from cannopy.frontend.errors import CaptureError
+from cannopy.fx_passes import stamp
+from cannopy.fx_passes.weight_plan import LEAST_READ
 from tests.frontend.models import run
 from tests.regions.support import SLOTS, WIDTH, Layer, Mixer, Norm, Stack, found, lower, stack_call
 
@@ -312,6 +314,15 @@ def test_passes_that_treat_layers_differently(monkeypatch: pytest.MonkeyPatch) -
     program, _ = lower(Stack(9), stack_call(9))
     assert found(program).captured == 9
     assert "layer" in found(program).reason
+
+
+def test_what_a_rule_asked_of_values_must_hold_in_copies() -> None:
+    program = regions.capture(Stack(9, lambda s: s.layers[ODD].norm.weight.data.neg_()), "forward", stack_call(9))
+    program.facts[LEAST_READ] = {"self_layers_2_norm_weight"}
+    with pytest.raises(stamp.StampError, match=rf"self\.layers\[{ODD}\]\.norm\.weight has another sign"):
+        stamp.run(program)
+    program.facts[LEAST_READ] = {"self_layers_2_after_weight"}
+    assert stamp.run(program) > 0
 
 
 def test_norm_of_one_layer_in_place() -> None:

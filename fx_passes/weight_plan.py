@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import fx
 
-from cannopy.fx_passes.graph import Editor, where
+from cannopy.fx_passes.graph import Editor, aten, is_call, where
 from cannopy.fx_passes.program import Program, WeightEntry
 
 LEAST, LEAST_READ = "least", "least read"
@@ -22,8 +23,10 @@ class WeightSourceError(ValueError):
 def why_not_weight(program: Program, node: object) -> str | None:
     """Why ``node`` cannot be the source of a derived weight; None when it can.
 
-    Sources are placeholders bound to parameters or buffers that the graph does not mutate, and derived weights.
+    Sources are placeholders bound to parameters or buffers that the graph does not mutate, derived weights, and
+    transposes of either (a parameter that is stored the other way round).
     """
+    node = _stored(node)
     if not isinstance(node, fx.Node) or node.op != "placeholder":
         return f"{node} is computed in every step"
     if any(entry.name == node.name for entry in program.weights):
@@ -37,6 +40,13 @@ def why_not_weight(program: Program, node: object) -> str | None:
     if spec.mutated:
         return f"{spec.source} is written by the model"
     return None
+
+
+def _stored(node: object) -> object:
+    """What a matrix is the transpose of, or itself."""
+    if is_call(node, aten.permute.default) and list(node.args[1]) == [1, 0]:  # type: ignore[union-attr, arg-type]
+        return node.args[0]  # type: ignore[union-attr]
+    return node
 
 
 def least(program: Program, node: object) -> float:
@@ -79,10 +89,14 @@ def derived(
                 f"derived weight {name} = {recipe}: source at {where(source)} must be a parameter or buffer that the "
                 f"model does not write; {reason}. Leave the operation as it is or make the value a parameter."
             )
-    names = tuple(source.name for source in sources)
+    wanted = preview(editor, sources, recipe)
+    for i, source in enumerate(sources):
+        if _stored(source) is not source:
+            recipe = recipe.replace(f"w[{i}]", f"w[{i}].t()")
+    names = tuple(cast(fx.Node, _stored(source)).name for source in sources)
     for entry in program.weights:
         if (entry.sources, entry.recipe, entry.nz) == (names, recipe, nz):
             return editor.input(entry.name)
-    node = editor.placeholder(name, preview(editor, sources, recipe))
+    node = editor.placeholder(name, wanted)
     program.weights.append(WeightEntry(node.name, names, recipe, nz))
     return node

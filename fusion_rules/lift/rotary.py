@@ -144,7 +144,7 @@ def rewrite_back(match: Match, ctx: Context) -> None:
 
 def rewrite_rotate_half(match: Match, ctx: Context) -> None:
     """Take the first half of cos and sin."""
-    halves = [half_of(ctx, match[k]) for k in ("cos", "sin")]
+    halves = [half_of(ctx, _narrowest(match[k])) for k in ("cos", "sin")]
     cos, sin = halves
     assert cos is not None
     assert sin is not None
@@ -204,7 +204,7 @@ RULES = (
         pattern=ROTATE_HALF,
         check=check_rotate_half,
         rewrite=rewrite_rotate_half,
-        near=5,
+        near=4,
         core=TURNED,
     ),
     Rule(
@@ -213,7 +213,7 @@ RULES = (
         pattern=ROTATE_BACK,
         check=check_rotate_half,
         rewrite=rewrite_rotate_half,
-        near=5,
+        near=4,
         core=TURNED,
     ),
     Rule(

@@ -22,7 +22,8 @@ from cannopy.fx_passes.weight_plan import derived, preview, why_not_weight
 
 MERGED = "torch.cat((w[0], w[1]))"
 CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.clamp.Tensor)
-ACTIVATIONS = (aten.silu.default, aten.gelu.default, aten.relu.default, aten.sigmoid.default, aten.tanh.default)
+ACTIVATIONS = (aten.silu.default, aten.gelu.default, aten.relu.default, aten.sigmoid.default, aten.tanh.default,
+               aten.hardswish.default, aten.mish.default)
 
 
 def _product(gate: Pattern, up: Pattern) -> Pattern:

@@ -84,3 +84,14 @@ def test_preview_adds_nothing() -> None:
     assert tuple(preview(editor, [nodes(p)[1]], "w[0][:, :2]").shape) == (3, 2)
     assert len(nodes(p)) == before
     assert p.weights == []
+
+
+def test_a_weight_that_is_stored_transposed_is_a_source() -> None:
+    stored = torch.randn(3, 5)
+    p = program_of(lambda w: -w.permute(1, 0), stored)
+    p.inputs[0] = dataclasses.replace(p.inputs[0], kind="parameter")
+    turned = p.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.permute.default)[0]
+    assert why_not_weight(p, turned) is None
+    node = derived(p, Editor(p.gm), "halved", [turned], "w[0] / 2")
+    assert tuple(node.meta["val"].shape) == (5, 3)
+    assert torch.equal(p.weights[0].build([stored]), stored.t() / 2)

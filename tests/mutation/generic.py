@@ -397,5 +397,5 @@ OPERATORS = (
     Operator("weight_transposed", ALL, weights, _weight_transposed),
     Operator("weight_stored_transposed", ALL, weights, _stored_transposed, legal=True, same=True),
     Operator("linear_bias", ALL, linears, _bias),
-    Operator("linear_of_first_token", ALL, linears, _input_of_first_token),
+    Operator("linear_of_first_token", ALL, linears, _input_of_first_token, words=("expand",)),
 )

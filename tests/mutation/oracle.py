@@ -16,7 +16,7 @@ from torch import fx
 
 from cannopy.fx_passes.program import Program
 from cannopy.parity.measure import P90_LIMIT, SUMMATION_FLOOR, compare_picks
-from cannopy.parity.picks import Choice, Recorder, Replay
+from cannopy.parity.picks import Choice, Pick, Recorder, Replay
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -84,25 +84,26 @@ def lowered(program: Program, values: Mapping[str, Tensor]) -> tuple[Results, Re
     return Results([*out, *state.values()]), recorder
 
 
-def plain(program: Program, values: Mapping[str, Tensor], recorder: Recorder | None = None) -> Results:
-    """The results of the graph as it is, with the picks of ``recorder``."""
+def plain(program: Program, values: Mapping[str, Tensor], picks: Sequence[Pick] | None = None) -> Results:
+    """The results of the graph as it is, with the given ``picks``."""
     args, state = bind(program, values)
-    return _run(fx.Interpreter(program.gm), args, state, recorder)
+    return _run(fx.Interpreter(program.gm), args, state, picks)
 
 
-def exact(program: Program, values: Mapping[str, Tensor], recorder: Recorder | None = None) -> Results:
+def exact(program: Program, values: Mapping[str, Tensor], picks: Sequence[Pick] | None = None) -> Results:
     """The same in float64."""
     wide = {k: v.double() if v.is_floating_point() else v for k, v in values.items()}
     args, state = bind(program, wide)
-    return _run(_Exact(program.gm), args, state, recorder)
+    return _run(_Exact(program.gm), args, state, picks)
 
 
-def _run(interpreter: fx.Interpreter, args: list[Any], state: dict[str, Tensor], recorder: Recorder | None) -> Results:
-    if recorder is None:
+def _run(interpreter: fx.Interpreter, args: list[Any], state: dict[str, Tensor],
+         picks: Sequence[Pick] | None) -> Results:
+    if picks is None:
         with torch.no_grad():
             out = interpreter.run(*args)
         return Results([*out, *state.values()])
-    with torch.no_grad(), Replay(recorder.picks) as replay:
+    with torch.no_grad(), Replay(picks) as replay:
         out = interpreter.run(*args)
     replay.finish()
     return Results([*out, *state.values()], replay.choices)

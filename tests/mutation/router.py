@@ -410,7 +410,7 @@ OPERATORS = (
     Operator("router_without_bias", ROUTER, SIG, _no_bias, legal=True),
     Operator("router_bias_subtracted", ROUTER, SIG, _bias_subtracted, words=(*BIAS, "sub")),
     Operator("router_bias_swapped", ROUTER, SIG, _bias_swapped, legal=True, same=True),
-    Operator("router_bias_on_logits", ROUTER, SIG, _bias_on_logits, words=BIAS),
+    Operator("router_bias_on_logits", ROUTER, SIG, _bias_on_logits, words=("bias", "weights")),
     Operator("router_bias_everywhere", ROUTER, SIG, _bias_everywhere, legal=True),
     Operator("router_bias_one_entry", ROUTER, SIG, _bias_one_entry, words=BIAS, same=True),
     Operator("router_bias_number", ROUTER, SIG, _bias_number, words=BIAS),

@@ -29,8 +29,8 @@ def test_mutant(mutant: SourceMutant) -> None:
     normalise.run(program)
     after = copy.deepcopy(program)
     done = compiled(after)
-    ours, picks = oracle.lowered(after, values)
-    as_is, wide = (run(program, values, picks) for run in (oracle.plain, oracle.exact))
+    ours, recorder = oracle.lowered(after, values)
+    as_is, wide = (run(program, values, recorder.picks) for run in (oracle.plain, oracle.exact))
     assert oracle.wrong(ours, as_is, wide) == []
     counts = done.log.counts()
     assert set(mutant.fuses) <= set(counts), [m.reason for m in done.log.misses]

@@ -16,6 +16,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import experts, failures
 from .errors import CaptureError
@@ -61,6 +62,23 @@ def _uninitialised(layer: Any) -> bool:
     return not layer.is_initialized or not getattr(layer, "is_indexer_initialized", True)
 
 
+class _AnyGroupedMm(TorchDispatchMode):
+    """``_grouped_mm(x [T, K], w [E, K, N])`` in dtypes that its kernel takes and its shape function refuses.
+
+    The CPU kernel of torch 2.13 takes float32 and float16; its meta function, which fake tensors use, bfloat16 only.
+    During capture `transformers` calls its own operator instead, whose shape function takes any dtype.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype == args[1].dtype != torch.bfloat16:
+            x, weight = args[:2]
+            if (x.dim(), weight.dim()) == (2, 3):
+                return x.new_empty(x.shape[0], weight.shape[-1])
+        return func(*args, **(kwargs or {}))
+
+
 def _run_on_fakes(
     model: nn.Module, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], layers: list[Any]
 ) -> list[Any]:
@@ -69,7 +87,7 @@ def _run_on_fakes(
     model = experts.capturable(model, verify=False).model
     twin, twin_args, twin_kwargs, twin_layers = fake_copy((model, args, dict(kwargs), layers), mode)
     try:
-        with mode, torch.no_grad():
+        with mode, _AnyGroupedMm(), torch.no_grad():
             getattr(twin, method)(*twin_args, **twin_kwargs)
     except Exception as e:  # whatever the model raises on fakes: a data-dependent branch, a missing operator
         # When every layer has its tensors the shapes are known; capture will meet the fault itself and name it.

@@ -60,8 +60,9 @@ class Experts:
         out = F.grouped_mm(self.act(hidden), w2, offs=ends)
         by = {"perm": perm, "ids": sorted_ids, "token": token}[self.weights_by]
         weighted = out * scales.reshape(-1)[by].unsqueeze(-1)
-        if self.inverse == "index_put":
-            inverse = torch.empty_like(perm).index_put((perm,), torch.arange(perm.numel()))
+        if self.inverse in ("index_put", "one place"):
+            count = perm.numel() if self.inverse == "index_put" else 1
+            inverse = torch.empty_like(perm).index_put((perm,), torch.arange(count))
         else:
             inverse = torch.argsort(perm) if self.inverse == "argsort" else perm
         total = weighted[inverse].view(T, K, H).sum(dim=self.sum_dim)
@@ -151,6 +152,30 @@ def test_order_of_gate_and_up() -> None:
     assert torch.equal(after.run()[0], torch.zeros_like(x))
 
 
+def batched(tokens: int = T, more: int = 0, in_turn: bool = False, rank: int = 3) -> Traced:
+    """Experts with weights gathered per pair; ``in_turn`` repeats all tokens, not each, ``more`` are experts of down."""
+    x, ids, scales, w1, w2 = operands()
+    x, ids, scales, w2 = x[:tokens], ids[:tokens], scales[:tokens], torch.cat((w2, w2[:more]))
+    ones = (1,) * (rank - 3)
+    w1, w2 = w1.view(E, *ones, 2 * MID, H), w2.view(E + more, *ones, H, MID)
+
+    def forward(x: Tensor, i: Tensor, s: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        copies = x.unsqueeze(0 if in_turn else 1).expand(K if in_turn else tokens, tokens if in_turn else K, H)
+        flat = i.reshape(-1)
+        up = torch.matmul(a[flat], copies.reshape(tokens * K, *ones, H, 1)).reshape(tokens * K, 2 * MID)
+        out = torch.matmul(b[flat], silu_first(up).reshape(tokens * K, *ones, MID, 1)).reshape(tokens * K, H)
+        return (out * s.reshape(-1, 1)).view(tokens, K, H).sum(1).to(x.dtype)
+
+    return trace(forward, x, ids, scales, w1, w2, parameters=[3, 4])
+
+
+def test_fires_on_weights_gathered_per_pair() -> None:
+    before = batched()
+    after, log = before.fused(RULES)
+    assert log.counts() == {"moe_experts": 1}
+    assert error(after.run()[0], exact(*operands())) < BOUND[torch.bfloat16]
+
+
 REFUSES: dict[str, tuple[Callable[[], Traced], str]] = {
     "swapped halves": (lambda: traced(Experts(act=lambda a: a[:, :MID] * F.silu(a[:, MID:]))), "found the second half"),
     "interleaved": (lambda: traced(Experts(act=lambda a: F.silu(a[:, ::2]) * a[:, 1::2])), "SiLU must be on the first"),
@@ -165,7 +190,12 @@ REFUSES: dict[str, tuple[Callable[[], Traced], str]] = {
     "weights by id": (lambda: traced(Experts(weights_by="ids")), "expected the same perm"),
     "weights by token": (lambda: traced(Experts(weights_by="token")), "found aten.floor_divide"),
     "sum over tokens": (lambda: trace(
-        lambda *a: Experts(sum_dim=0)(*a), *operands(), parameters=[3, 4]), "over K"),
+        lambda *a: Experts(sum_dim=0)(*a), *operands(), parameters=[3, 4]), "the result must be the sum of [T, K, H] ="),
+    "one place for every pair": (lambda: traced(Experts(inverse="one place")),
+                                 "the inverse permutation does not cover every pair"),
+    "down of more experts": (lambda: batched(more=2), f"{E} experts are counted, the weights have {E + 2}"),
+    "copies of all tokens in turn": (lambda: batched(tokens=K, in_turn=True), "repeated once per chosen expert, side by side"),
+    "weights of rank four": (lambda: batched(rank=4), "expected weights [E, N, K] times one column per pair"),
     "fp32 result": (lambda: traced(Experts(cast=False)), "the result stays torch.float32"),
     "weights are arguments": (lambda: traced(parameters=()), "must be parameters"),
     "weights are computed": (lambda: trace(

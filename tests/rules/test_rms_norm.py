@@ -103,6 +103,14 @@ def test_gamma_stays_outside_where_the_op_would_round_before_it(form: str) -> No
     torch.testing.assert_close(found, expected, rtol=2e-6 if form == "fp32_result" else 1e-3, atol=1e-6)
 
 
+def test_a_number_is_no_gamma() -> None:
+    """It stays a product behind a norm without gamma."""
+    _, log, expected, found = _fused(Norm(lambda w, n, x: 0.5 * n.to(x.dtype)))
+    assert log.counts()["rms_norm"] == 1
+    assert any(a.reason == "gamma is the number 0.5, not one value for each of 128 entries" for a in log.attempts)
+    torch.testing.assert_close(found, expected, rtol=ULP, atol=1e-6)
+
+
 COMPUTED = {
     "one_plus": lambda w, n, x: (1 + w) * n.to(x.dtype),
     "gemma": lambda w, n, x: (n * (1.0 + w.float())).to(x.dtype),

@@ -15,12 +15,13 @@ ROWS, IN, MID = 5, 48, 24
 Body = Callable[..., object]
 
 
-def two_linears(body: Body, dtype: torch.dtype = torch.bfloat16, parameters: tuple[int, ...] = (1, 2, 3)) -> Traced:
+def two_linears(body: Body, dtype: torch.dtype = torch.bfloat16, parameters: tuple[int, ...] = (1, 2, 3),
+                up_rows: int = MID) -> Traced:
     """``body(x, Wg, Wu, b)`` on random values; gate and up differ in scale so that a swap shows."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((2, ROWS, IN), generator=generator)
     gate = 2 * torch.randn((MID, IN), generator=generator) / IN**0.5
-    up = torch.randn((MID, IN), generator=generator) / IN**0.5
+    up = torch.randn((up_rows, IN), generator=generator) / IN**0.5
     bias = torch.randn(MID, generator=generator)
     return trace(body, *(t.to(dtype) for t in (x, gate, up, bias)), parameters=parameters)
 
@@ -108,7 +109,10 @@ def test_halves_that_others_read_stay() -> None:
 
 
 REFUSES: dict[str, tuple[Callable[[], Traced], str]] = {
-    "gelu": (lambda: two_linears(lambda x, g, u, b: F.gelu(F.linear(x, g)) * F.linear(x, u)), "aten.gelu"),
+    "gelu": (lambda: two_linears(lambda x, g, u, b: F.gelu(F.linear(x, g)) * F.linear(x, u)),
+             "the activation is aten.gelu.default, npu_swiglu has SiLU"),
+    "one up for all": (lambda: two_linears(lambda x, g, u, b: F.silu(F.linear(x, g)) * F.linear(x, u), up_rows=1),
+                       f"[{MID}, {IN}] and up weight torch.bfloat16[1, {IN}] do not merge"),
     "gelu tanh": (lambda: two_linears(lambda x, g, u, b: F.gelu(F.linear(x, g), approximate="tanh") * F.linear(x, u)),
                   "aten.gelu"),
     "glu": (lambda: one_tensor(lambda a: half(a, 0) * torch.sigmoid(half(a, 1))), "aten.sigmoid"),

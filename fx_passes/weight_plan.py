@@ -44,8 +44,8 @@ def why_not_weight(program: Program, node: object) -> str | None:
 
 def _stored(node: object) -> object:
     """What a matrix is the transpose of, or itself."""
-    if is_call(node, aten.permute.default) and list(node.args[1]) == [1, 0]:  # type: ignore[union-attr, arg-type]
-        return node.args[0]  # type: ignore[union-attr]
+    if isinstance(node, fx.Node) and is_call(node, aten.permute.default) and node.args[1] == [1, 0]:
+        return node.args[0]
     return node
 
 

@@ -5,7 +5,7 @@ arange(1) + x  →  reshape(x), because arange(1) is zero."""
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -111,7 +111,7 @@ def _mean(editor: Editor, node: fx.Node) -> fx.Node | None:
     x, dims = total.args[:2]
     if not isinstance(x, fx.Node) or not dims or dtype(x) not in ONE_ROUNDING or total.kwargs:
         return None
-    if count != math.prod(shape(x)[d] for d in dims):  # type: ignore[union-attr, index]
+    if count != math.prod(shape(x)[d] for d in cast("list[int]", dims)):
         return None
     with editor.before(node):
         return editor.call(aten.mean.dim, x, dims, total.args[2] if len(total.args) > 2 else False)

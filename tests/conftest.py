@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from cannopy.environment import NotReadyError, import_torch
+from tests.rules.reasons import Reached
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -14,6 +15,7 @@ def pytest_configure(config: pytest.Config) -> None:
         import_torch()
     except NotReadyError as error:
         pytest.exit(f"the tests need torch and torch_npu: {error}", returncode=2)
+    config.pluginmanager.register(Reached(), "refusals-reached")
 
 
 @pytest.fixture(autouse=True, scope="session")

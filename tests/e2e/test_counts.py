@@ -1,4 +1,4 @@
-"""Fusion counts of stock models: so many layers, so many matches, in both phases."""
+"""Fusion counts of stock models: so many layers, so many matches, in both phases where they differ."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import pytest
 from cannopy.backend.host.activate import activate
 from tools.forms_probe import MODELS, row
 
+DENSE = ("llama", "qwen2", "qwen3")
+"""Nothing of them depends on the phase but attention, which has no kernel yet."""
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "phase"), [(n, p) for n in MODELS for p in ("prefill", "decode")
+                                             if p == "decode" or n not in DENSE])
 def test_counts_follow_the_layers(name: str, phase: str) -> None:
     activate()
-    layers = 3 if phase == "prefill" else 5
+    layers = 2 if phase == "prefill" else 3
     found = row(MODELS[name], phase, layers, run=False)  # type: ignore[arg-type]
     assert found["found"] == found["expected"]
 

@@ -73,6 +73,7 @@ def trace(fn: Callable[..., Any], *inputs: Tensor, parameters: Sequence[int] = (
     for i in parameters:
         program.inputs[i] = dataclasses.replace(program.inputs[i], kind="parameter", source=f"self.p{i}")
     normalise.run(program)
+    program.gm.graph.eliminate_dead_code()
     names = [s.name for s in program.inputs]
     return Traced(program, dict(zip(names, inputs, strict=True)))
 

@@ -234,14 +234,14 @@ def _other_input(program: Program) -> None:
 
 
 MUTANTS: list[tuple[Callable[[Program], None], str, str]] = [
-    (_negative_index_scale, SPARSE, "positive factor"),
+    (_negative_index_scale, SPARSE, ": only a positive factor leaves the top-k unchanged"),
     (_relu_to_tanh, SPARSE, "relu"),
     (_smallest, SPARSE, "True"),
     (_weak_mask, SPARSE, "-inf"),
-    (_other_index_mask, SPARSE, "different masks"),
+    (_other_index_mask, SPARSE, "the indexer and the attention use different masks"),
     (_window, SPARSE, "2 conditions"),
     (_one_row_for_all_queries, SPARSE, "not one entry for each of 3 queries"),
-    (_scaled_kv_b, SPARSE, "every step"),
+    (_scaled_kv_b, SPARSE, "kv_b_proj: mul"),
     (_values_from_keys, SPARSE, "nope"),
     (_doubled_latent, PROLOG, "rms_norm"),
     (_swapped_rope, PROLOG, "rotary"),
@@ -270,6 +270,19 @@ def test_a_mutant_is_refused_with_its_reason_and_stays_right(
     assert _distance(expected[0], found[0]) <= tolerance
     for path, tensor in state.items():
         assert _distance(tensor, new_state[path]) <= 0.01, path
+
+
+def test_a_first_query_that_sees_nothing_is_refused() -> None:
+    """Its softmax is NaN in the model; the op's is not."""
+    program = fresh(stock(24))
+    compare = _one(program, aten.le.Tensor)
+    editor = Editor(program.gm)
+    with editor.before(compare):
+        queries = editor.call(aten.arange.start, -1, 23, device=torch.device("cpu"))
+        compare.args = (compare.args[0], editor.reshape(queries, list(shape(compare.args[1]))))  # type: ignore[arg-type]
+    log = fuse(program, ATTENTION)
+    assert SPARSE not in log.counts()
+    assert any(m.rule == SPARSE and m.reason == "the first query sees no key" for m in log.misses)
 
 
 def test_an_extra_user_of_the_latent_query_is_served() -> None:

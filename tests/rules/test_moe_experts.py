@@ -153,7 +153,7 @@ def test_order_of_gate_and_up() -> None:
 
 
 def batched(tokens: int = T, more: int = 0, in_turn: bool = False, rank: int = 3) -> Traced:
-    """Experts with weights gathered per pair; ``in_turn`` repeats all tokens, not each, ``more`` are experts of down."""
+    """Weights gathered per pair; ``in_turn`` repeats all tokens, not each; ``more`` experts of down stay idle."""
     x, ids, scales, w1, w2 = operands()
     x, ids, scales, w2 = x[:tokens], ids[:tokens], scales[:tokens], torch.cat((w2, w2[:more]))
     ones = (1,) * (rank - 3)
@@ -190,11 +190,13 @@ REFUSES: dict[str, tuple[Callable[[], Traced], str]] = {
     "weights by id": (lambda: traced(Experts(weights_by="ids")), "expected the same perm"),
     "weights by token": (lambda: traced(Experts(weights_by="token")), "found aten.floor_divide"),
     "sum over tokens": (lambda: trace(
-        lambda *a: Experts(sum_dim=0)(*a), *operands(), parameters=[3, 4]), "the result must be the sum of [T, K, H] ="),
+        lambda *a: Experts(sum_dim=0)(*a), *operands(), parameters=[3, 4]),
+        "the result must be the sum of [T, K, H] ="),
     "one place for every pair": (lambda: traced(Experts(inverse="one place")),
                                  "the inverse permutation does not cover every pair"),
     "down of more experts": (lambda: batched(more=2), f"{E} experts are counted, the weights have {E + 2}"),
-    "copies of all tokens in turn": (lambda: batched(tokens=K, in_turn=True), "repeated once per chosen expert, side by side"),
+    "copies of all tokens in turn": (lambda: batched(tokens=K, in_turn=True),
+                                     "repeated once per chosen expert, side by side"),
     "weights of rank four": (lambda: batched(rank=4), "expected weights [E, N, K] times one column per pair"),
     "fp32 result": (lambda: traced(Experts(cast=False)), "the result stays torch.float32"),
     "weights are arguments": (lambda: traced(parameters=()), "must be parameters"),

@@ -184,6 +184,26 @@ def test_refuses(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(after.run(), before.run(), strict=True))
 
 
+def test_refuses_weights_gathered_over_the_tokens() -> None:
+    def route(logits: Tensor) -> tuple[Tensor, Tensor]:
+        scores = logits.sigmoid()
+        ids = scores.topk(4, dim=-1)[1]
+        weights = scores.gather(0, ids)
+        return weights / (weights.sum(-1, keepdim=True) + 1e-20), ids
+
+    logits = torch.randn((20, 16), generator=torch.Generator().manual_seed(0))
+    assert_refused(trace(route, logits), RULES, "the weights are not gathered over the experts")
+
+
+def test_a_division_of_softmax_scores_stays_behind_the_op() -> None:
+    before = replace(SOFTMAX, groups=0, normed=True, factor=1.0).traced()
+    after, log = before.fused(RULES)
+    assert log.counts() == {"moe_gating_top_k": 1}
+    assert "aten.div.Tensor" in after.operations()
+    reason = "softmax scores are divided by their sum after the choice, the op does not do that"
+    assert reason in [a.reason for a in log.attempts]
+
+
 def test_a_mask_of_zeros_fuses_where_the_bias_is_never_negative() -> None:
     before = Router(fill=0.0).traced()
     bias = before.program.inputs[1].name

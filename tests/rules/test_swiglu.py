@@ -133,6 +133,9 @@ REFUSES: dict[str, tuple[Callable[[], Traced], str]] = {
         "is rounded to torch.float16 inside the product"),
     "gate read": (lambda: two_linears(lambda x, g, u, b: (F.silu(F.linear(x, g)) * F.linear(x, u), F.linear(x, g) + 1)),
                   "is also read by aten.add"),
+    "gate returned": (lambda: two_linears(
+        lambda x, g, u, b: (F.silu(F.linear(x, g)) * F.linear(x, u), F.linear(x, g))),
+        "the gate projection is an output of the method, so it must be computed anyway"),
     "up read": (lambda: two_linears(lambda x, g, u, b: (F.silu(F.linear(x, g)) * F.linear(x, u), F.linear(x, u) + 1)),
                 "is also read by aten.add"),
     "product read": (lambda: two_linears(

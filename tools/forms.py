@@ -2,6 +2,7 @@
 
     python tools/forms.py                        every version below, in environments of their own (1.2 GB, 3 minutes)
     python tools/forms.py --versions 5.24.0      some of them
+    python tools/forms.py --jobs 2               so many versions at a time
     python tools/forms.py --envs DIR             where the environments are kept; default: ~/.cache/cannopy-forms
 
 The version of this environment is used as it is; each other one is installed with ``pip install --target`` in front of
@@ -19,6 +20,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -130,14 +132,16 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=MODELS, metavar="M", help="names of tools/forms_probe.py")
     parser.add_argument("--envs", type=Path, default=Path.home() / ".cache" / "cannopy-forms", metavar="DIR")
     parser.add_argument("--json", action="store_true", help="print what was found; write no page")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="versions measured at a time (default: 1)")
     given = parser.parse_args()
-    import torch
-
     found: dict[str, dict[str, Any]] = {}
-    for version in given.versions:
-        found[version] = measure(given.envs.resolve(), version, given.models)
-        if not given.json:  # after each version, which takes minutes
-            PAGE.write_text(page(found, torch.__version__, datetime.date.today().isoformat()), encoding="utf-8")
+    torch_version = importlib.metadata.version("torch")
+    with ThreadPoolExecutor(max_workers=given.jobs) as pool:
+        rows = pool.map(lambda version: measure(given.envs.resolve(), version, given.models), given.versions)
+        for version, row in zip(given.versions, rows, strict=True):
+            found[version] = row
+            if not given.json:  # after each version, which takes minutes
+                PAGE.write_text(page(found, torch_version, datetime.date.today().isoformat()), encoding="utf-8")
     if given.json:
         print(json.dumps(found))
     faults = wrong(found)

@@ -10,7 +10,7 @@ from torch import fx
 from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Literal, Number, Op, Pattern, op
 from cannopy.fusion_rules.engine.rule import Refusal
-from cannopy.fx_passes.graph import aten, dtype, is_call
+from cannopy.fx_passes.graph import aten, dtype, is_call, shape
 
 CAST = (aten._to_copy.default,)
 RESHAPE = (aten.reshape.default,)
@@ -40,7 +40,22 @@ def gated_halves_refusal(match: Match, dim: int, size: int) -> Refusal | None:
         return None
     swapped = (gate, up) == (second, first)
     found = "the second half" if swapped else f"[start, end, step] {list(gate[1:])} with {list(up[1:])}"
-    return Refusal(f"SiLU must be on the first half of dim {dim} and multiply the second, found {found}", match["silu"])
+    return Refusal(f"SiLU must be on the first half of dim {dim} and multiply the second, found {found}", match["silu"],
+                   "order", f"SiLU on the first half of dim {dim}, times the second", found,
+                   "put the gate in the first half of the merged projection, or swap the halves of its weight")
+
+
+def wrong_shape(what: str, node: fx.Node, expected: str) -> Refusal:
+    """``node``, which the user knows as ``what``, does not have the shape ``expected``, given in words."""
+    found = str(list(shape(node)))
+    return Refusal(f"{what} has shape {found}, expected {expected}", node, "shape", expected, found,
+                   f"give {what} the shape {expected}")
+
+
+def computed_weight(what: str, node: fx.Node, reason: str) -> Refusal:
+    """A weight that has to be laid out anew at load time and is not a parameter or buffer, for ``reason``."""
+    return Refusal(f"{what}: {reason}", node, "weight", "a parameter or buffer that the method does not change", reason,
+                   f"keep the weight of {what} in the module as a parameter, and compute nothing on it in the method")
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:

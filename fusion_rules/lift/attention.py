@@ -12,6 +12,7 @@ from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Alt, Any, Literal, Number, Through, op
 from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
 from cannopy.fusion_rules.engine.spellings import CAST
+from cannopy.fusion_rules.engine.stop import describe
 from cannopy.fx_passes.graph import aten, dtype, shape
 
 _products = op(aten.matmul.default, Any("q"), op(aten.permute.default, Any("k"), Literal([0, 1, 3, 2])))
@@ -40,7 +41,8 @@ def check(match: Match, ctx: Context) -> Refusal | None:
     q, k, v = shape(match["q"]), shape(match["k"]), shape(match["v"])
     if len(q) != 4 or q[:2] != k[:2] or k[:3] != v[:3] or q[3] != k[3]:
         return Refusal(f"q {list(q)}, k {list(k)}, v {list(v)} are not [B, N, S, D], [B, N, T, D], [B, N, T, Dv]",
-                       match.anchor, "shape")
+                       match.anchor, "shape", "q [B, N, S, D], k [B, N, T, D], v [B, N, T, Dv]",
+                       f"q {list(q)}, k {list(k)}, v {list(v)}", "give q, k and v four dims, batch and heads first")
     if len({dtype(match[n]) for n in ("q", "k", "v")} | {dtype(match["weights"]), dtype(match.anchor)}) > 1:
         found = ", ".join(f"{n} {dtype(match[n])}" for n in ("q", "k", "v", "weights"))
         return Refusal(f"the attention mixes dtypes: {found}, result {dtype(match.anchor)}", match.anchor, "dtype",
@@ -48,10 +50,13 @@ def check(match: Match, ctx: Context) -> Refusal | None:
                        "cast the softmax back to the dtype of q before the product with v")
     mask = match.get("mask")
     if mask is not None and (not isinstance(mask, fx.Node) or len(shape(mask)) != 4):
-        return Refusal("what is added to the scores is not a mask over [B, N, S, T]", match["scaled"], "mask")
+        return Refusal("what is added to the scores is not a mask over [B, N, S, T]", match["scaled"], "mask",
+                       f"a mask that broadcasts to {[*q[:3], k[2]]}", describe(mask),
+                       "give the mask four dims, [B or 1, N or 1, S, T]")
     if mask is not None and any(m not in (1, s) for m, s in zip(shape(mask), (*q[:3], k[2]), strict=True)):
         return Refusal(f"mask {list(shape(mask))} does not broadcast to the scores", mask, "mask",
-                       f"a mask that broadcasts to {[*q[:3], k[2]]}", str(list(shape(mask))))
+                       f"a mask that broadcasts to {[*q[:3], k[2]]}", str(list(shape(mask))),
+                       "make the mask as long as the keys: one column for each row of the cache")
     return None
 
 

@@ -13,6 +13,7 @@ from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Literal, Number, Through, op
 from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
 from cannopy.fusion_rules.engine.spellings import CAST, before_widening
+from cannopy.fusion_rules.engine.stop import describe
 from cannopy.fx_passes.graph import aten, dtype, shape
 
 
@@ -56,30 +57,40 @@ def check(match: Match, ctx: Context) -> Refusal | None:
     x = _source(match)
     rank = len(shape(x))
     if match["dim"] not in (-1, rank - 1):
-        return Refusal(f"the mean is over dim {match['dim']}, not over the last one", match.anchor)
+        return Refusal(f"the mean is over dim {match['dim']}, not over the last one", match.anchor, "constant",
+                       f"dim -1 or {rank - 1}", f"dim {match['dim']}", "take the mean over the last dim: mean(-1)")
     rounded: fx.Node = match.get("rounded", match.anchor)
     if "gamma" in match.bound:
         refusal = _gamma_refusal(match, x, rounded)
         if refusal is not None:
             return refusal
     if {dtype(rounded), dtype(match.anchor)} != {dtype(x)}:
-        return Refusal(f"the norm mixes dtypes: input {dtype(x)}, normalised {dtype(rounded)}, "
-                       f"result {dtype(match.anchor)}", match.anchor)
+        return _mixed(match, f"input {dtype(x)}, normalised {dtype(rounded)}, result {dtype(match.anchor)}", x)
     return None
+
+
+def _mixed(match: Match, found: str, x: fx.Node) -> Refusal:
+    kind = describe(dtype(x))
+    return Refusal(f"the norm mixes dtypes: {found}", match.anchor, "dtype", f"{kind} throughout, float32 inside",
+                   found, f"cast the normalised value and gamma to {kind}, the dtype of the input")
 
 
 def _gamma_refusal(match: Match, x: fx.Node, rounded: fx.Node) -> Refusal | None:
     """gamma [D], or with dims of size 1 in front; of x's dtype, or fp32 where the product is rounded after it."""
     gamma = match["gamma"]
     if not isinstance(gamma, fx.Node):
-        return Refusal(f"gamma is the number {gamma}, not one value for each of {shape(x)[-1]} entries", match.anchor)
+        return Refusal(f"gamma is the number {gamma}, not one value for each of {shape(x)[-1]} entries", match.anchor,
+                       "operand", f"a tensor [{shape(x)[-1]}]", f"the number {gamma}",
+                       f"make gamma a parameter of {shape(x)[-1]} entries")
     if shape(gamma)[-1:] != shape(x)[-1:] or gamma.meta["val"].numel() != shape(x)[-1] or (
             len(shape(gamma)) > len(shape(x))):
-        return Refusal(f"gamma has shape {shape(gamma)}, not [{shape(x)[-1]}]", match.anchor)
+        return Refusal(f"gamma has shape {shape(gamma)}, not [{shape(x)[-1]}]", match.anchor, "shape",
+                       f"[{shape(x)[-1]}]", str(list(shape(gamma))),
+                       f"give gamma one entry for each of the {shape(x)[-1]} of the last dim")
     wide = dtype(gamma) == torch.float32 and rounded is match.anchor
     if dtype(gamma) != dtype(x) and not wide:
-        return Refusal(f"the norm mixes dtypes: input {dtype(x)}, normalised {dtype(rounded)}, gamma {dtype(gamma)}, "
-                       f"result {dtype(match.anchor)}", match.anchor)
+        return _mixed(match, f"input {dtype(x)}, normalised {dtype(rounded)}, gamma {dtype(gamma)}, result "
+                      f"{dtype(match.anchor)}", x)
     return None
 
 

@@ -13,8 +13,9 @@ from torch import fx
 from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Any, Items, Literal, Number, Op, op
 from cannopy.fusion_rules.engine.rule import NEVER, Context, Refusal, Rule
+from cannopy.fusion_rules.engine.stop import describe
 from cannopy.fusion_rules.lift.halves import half_of
-from cannopy.fx_passes.graph import aten, is_call, shape
+from cannopy.fx_passes.graph import aten, dtype, is_call, shape
 
 
 def _part(x: str, prefix: str) -> Op:
@@ -81,20 +82,33 @@ def _layout(match: Match) -> str | None:
     return None
 
 
+def _slices(match: Match) -> str:
+    """Which elements the two parts are, as in Python's slices."""
+    first, second = (f"[{match[f'{k}_start']}:{match[f'{k}_end']}:{match['step']}]" for k in ("first", "second"))
+    return f"{first} and {second} of dim {match['dim']}, {describe(match['x'])}"
+
+
 def check_pairs(match: Match, ctx: Context) -> Refusal | None:
     """The pairs cover the whole last dim and cos and sin have one angle per pair."""
     if _layout(match) is None:
-        return Refusal("the rotated pairs are neither even/odd elements nor halves of the last dim", match.anchor)
+        return Refusal("the rotated pairs are neither even/odd elements nor halves of the last dim", match.anchor,
+                       "constant", "even and odd elements, or first and second half, of the last dim", _slices(match),
+                       "rotate the whole last dim; where only part of it is rotated, slice that part off first")
     return _broadcasts(match, shape(match["x"])[-1] // 2)
 
 
 def check_rotate_half(match: Match, ctx: Context) -> Refusal | None:
     """Both halves of cos and of sin are provably equal."""
     if _layout(match) != "half":
-        return Refusal("the rotated parts are not the two halves of the last dim", match.anchor)
+        return Refusal("the rotated parts are not the two halves of the last dim", match.anchor, "constant",
+                       "first and second half of the last dim", _slices(match),
+                       "rotate the whole last dim; where only part of it is rotated, slice that part off first")
     refusal = _broadcasts(match, shape(match["x"])[-1])
     if refusal is None and not all(half_of(ctx, match[k], dry=True) for k in ("cos", "sin")):
-        return Refusal("cos or sin is not provably cat(angles, angles)", match["cos"])
+        name = next(k for k in ("cos", "sin") if not half_of(ctx, match[k], dry=True))
+        return Refusal("cos or sin is not provably cat(angles, angles)", match[name], "value",
+                       f"{name} with equal halves: of cat(angles, angles)", describe(match[name]),
+                       f"compute {name} in the method from torch.cat((angles, angles), -1), or rotate by half a table")
     return refusal
 
 
@@ -102,14 +116,22 @@ def _broadcasts(match: Match, size: int) -> Refusal | None:
     for name in ("cos", "sin"):
         node = match[name]
         if not isinstance(node, fx.Node) or shape(node)[-1:] != (size,):
-            return Refusal(f"{name} does not have {size} entries in its last dim", match.anchor)
+            return Refusal(f"{name} does not have {size} entries in its last dim", match.anchor, "shape",
+                           f"{name} [..., {size}]", describe(node), f"give {name} {size} entries per token")
         if len(shape(node)) > len(shape(match["x"])):
-            return Refusal(f"{name} has more dims than the rotated tensor", match.anchor)
+            return Refusal(f"{name} has more dims than the rotated tensor", match.anchor, "shape",
+                           f"{name} of at most {len(shape(match['x']))} dims", str(list(shape(node))),
+                           f"squeeze {name} before the rotation")
     if shape(match.anchor) != shape(match["x"]):
-        return Refusal("cos broadcasts the rotated tensor to another shape", match.anchor)
+        return Refusal("cos broadcasts the rotated tensor to another shape", match.anchor, "shape",
+                       str(list(shape(match["x"]))), str(list(shape(match.anchor))),
+                       "expand the rotated tensor before the rotation, or rotate once per token")
     dtypes = {match[k].meta["val"].dtype for k in ("x", "cos", "sin")}
     if len(dtypes) > 1:
-        return Refusal(f"the rotation mixes dtypes {sorted(map(str, dtypes))}", match.anchor)
+        found = ", ".join(f"{k} {describe(dtype(match[k]))}" for k in ("x", "cos", "sin"))
+        return Refusal(f"the rotation mixes dtypes {sorted(map(str, dtypes))}", match.anchor, "dtype",
+                       "one dtype for the rotated tensor, cos and sin", found,
+                       f"cast cos and sin to {describe(dtype(match['x']))} before the rotation")
     return None
 
 
@@ -159,7 +181,8 @@ def check_apart(match: Match, ctx: Context) -> Refusal | None:
     rank = len(size)
     if size[-1] % 2 or pairs != (*size[:-1], size[-1] // 2, 2) or match["dims"] != [*range(rank - 1), rank, rank - 1]:
         return Refusal(f"the rotated tensor is a permutation {match['dims']} of {list(pairs)}, not its pairs apart",
-                       match.anchor)
+                       match.anchor, "constant", "view(..., D/2, 2).transpose(-1, -2)",
+                       f"permute {match['dims']} of {list(pairs)}", "swap the last two dims only")
     return None
 
 

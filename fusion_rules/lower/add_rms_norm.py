@@ -14,6 +14,7 @@ from cannopy.fusion_rules.engine.legal import illegal
 from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Any, Number, op
 from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
+from cannopy.fusion_rules.engine.stop import describe
 from cannopy.fx_passes.graph import aten, dtype, shape
 
 
@@ -22,11 +23,17 @@ def check(match: Match, ctx: Context) -> Refusal | None:
     a, b, total = match["a"], match["b"], match["sum"]
     for value in (a, b):
         if not isinstance(value, fx.Node):
-            return Refusal(f"the sum adds the constant {value}", total)
+            return Refusal(f"the sum adds the constant {value}", total, "operand",
+                           f"a tensor {list(shape(total))}", f"the constant {value}",
+                           "add a tensor of the shape and dtype of the hidden states, or leave the two apart")
         if shape(value) != shape(total):
-            return Refusal(f"the sum broadcasts {list(shape(value))} to {list(shape(total))}", total)
+            return Refusal(f"the sum broadcasts {list(shape(value))} to {list(shape(total))}", total, "shape",
+                           str(list(shape(total))), str(list(shape(value))),
+                           f"expand {value.name} to {list(shape(total))} before the sum")
         if dtype(value) != dtype(total):
-            return Refusal(f"the sum mixes {dtype(value)} and {dtype(total)}", total)
+            return Refusal(f"the sum mixes {dtype(value)} and {dtype(total)}", total, "dtype", describe(dtype(total)),
+                           describe(dtype(value)), f"cast {value.name} to {describe(dtype(total))} before the sum, or "
+                           "keep both in one dtype")
     args = (a.meta["val"], b.meta["val"], match["gamma"].meta["val"], float(match["eps"]))
     return illegal("npu_add_rms_norm", args, {}, match.anchor, ctx)
 

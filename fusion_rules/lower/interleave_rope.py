@@ -1,6 +1,6 @@
 """cannopy::rotary(x, cos, sin, interleaved=True)  →  npu_interleave_rope(x, cat(cos, cos), cat(sin, sin)).
 
-x is [B, N, S, 64] with cos [1 or B, 1, S, 32]. The op takes pairs of neighbours and gives halves, as the dialect op does.
+x is [B, N, S, 64] with cos [1 or B, 1, S, 32]. The op takes pairs of neighbours and gives halves, as the dialect op.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ def check(match: Match, ctx: Context) -> Refusal | None:
     """A layout that the op takes, and its contract."""
     size = _table_size(match)
     if size is None:
-        return Refusal(f"layout x {list(shape(match['x']))}, cos {list(shape(match['cos']))} is not [B, N, S, D] with "
-                       "[1 or B, 1, S, D/2]", match.anchor)
+        found = f"x {list(shape(match['x']))}, cos {list(shape(match['cos']))}, sin {list(shape(match['sin']))}"
+        return Refusal(f"layout {found} is not [B, N, S, D] with [1 or B, 1, S, D/2]", match.anchor, "shape",
+                       "x [B, N, S, D] with tables [1 or B, 1, S, D/2]", found,
+                       "move the heads before the tokens (transpose(1, 2)) and rotate after that")
     with ctx.editor.fake_mode:
         table = torch.empty(size, dtype=dtype(match["cos"]))
     return illegal("npu_interleave_rope", (match["x"].meta["val"], table, table), {}, match.anchor, ctx)

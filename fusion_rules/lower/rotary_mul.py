@@ -34,8 +34,10 @@ def check(match: Match, ctx: Context) -> Refusal | None:
     """A layout that the op takes, and its contract."""
     packed = _packed(match)
     if packed is None:
-        return Refusal(f"layout x {list(shape(match['x']))}, cos {list(shape(match['cos']))} is not one of the op's",
-                       match.anchor)
+        found = f"x {list(shape(match['x']))}, cos {list(shape(match['cos']))}, sin {list(shape(match['sin']))}"
+        return Refusal(f"layout {found} is not one of the op's", match.anchor, "shape",
+                       "x [B, S, N, D] with tables [1 or B, S, 1, D/2], or [B, N, S, D] with [1 or B, 1, S, D/2]",
+                       found, "rotate tensors of four dims, with one table row for each token")
     fakes = [ctx.editor.empty(size, dtype(match["x"])) for size in (*packed, packed[1])]
     return illegal("npu_rotary_mul", fakes, {}, match.anchor, ctx)
 

@@ -17,7 +17,8 @@ from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Number, Op, Pattern, Through, op
 from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule, other_reader
 from cannopy.fusion_rules.engine.spellings import gated_halves_refusal, half
-from cannopy.fx_passes.graph import aten, dtype, is_call, shape
+from cannopy.fusion_rules.engine.stop import describe
+from cannopy.fx_passes.graph import aten, dtype, is_call, shape, where
 from cannopy.fx_passes.weight_plan import derived, preview, why_not_weight
 
 TRANSPOSED = "w[0].transpose(1, 2)"
@@ -121,20 +122,32 @@ def emit(e: Experts, call: Call, gate_up: Anything, down: Anything) -> Anything:
 
 
 def weight_refusal(context: Context, e: Experts, experts: int) -> Refusal | None:
-    """Weights are constant, belong to ``experts`` experts and have the dtype of x."""
+    """Weights are constant and belong to ``experts`` experts. Their dtype is a clause of npu_grouped_matmul."""
     for weight in (e.gate_up, e.down):
         reason = why_not_weight(context.program, weight.source) if weight.transposed else None
         if reason is not None:
             return Refusal(f"expert weights must be parameters to be laid out as [E, K, N] at load time: {reason}",
                            weight.source, "weight", "a parameter or buffer", reason,
                            "keep the weights of all experts in the module as one parameter")
-        if dtype(weight.source) != dtype(e.x):
-            return Refusal(f"expert weights are {dtype(weight.source)}, x is {dtype(e.x)}", weight.source, "dtype",
-                           f"weights of x's {dtype(e.x)}", str(dtype(weight.source)),
-                           "load the experts in the dtype of the hidden states")
         if shape(weight.source)[0] != experts:
-            return Refusal(f"{experts} experts are counted, the weights have {shape(weight.source)[0]}", weight.source)
+            return Refusal(f"{experts} experts are counted, the weights have {shape(weight.source)[0]}", weight.source,
+                           "shape", f"weights of {experts} experts", str(list(shape(weight.source))),
+                           "count as many experts as the weights have")
     return None
+
+
+def pairs_refusal(pairs: int, tokens: int, top_k: int, node: fx.Node) -> Refusal:
+    """The pairs of token and expert are not ``tokens`` times ``top_k``."""
+    return Refusal(f"{pairs} pairs of token and expert are not {tokens} tokens times {top_k}", node, "shape",
+                   f"{tokens * top_k} expert ids in one dim", f"{pairs} expert ids, {describe(node)}",
+                   "choose the same number of experts for every token and flatten the ids")
+
+
+def scale_refusal(scale: fx.Node, pairs: int) -> Refusal:
+    """The weights of the experts are not one per pair."""
+    found = str(list(shape(scale)))
+    return Refusal(f"the weights must be one per pair of token and expert, found {found}", scale, "shape",
+                   f"[{pairs}, 1]", found, "weight each expert's result with the one score of its token")
 
 
 def glu_refusal(match: Match, intermediate: int) -> Refusal | None:
@@ -167,15 +180,24 @@ def _skipped(match: Match, experts: Experts) -> Experts | Refusal:
     if shared is None:
         return experts
     if not isinstance(shared, fx.Node) or shape(shared) != shape(match.anchor):
-        return Refusal("what is added to the experts' result is not a tensor of its shape: added separately")
+        return Refusal("what is added to the experts' result is not a tensor of its shape: added separately",
+                       match.anchor, "shape", str(list(shape(match.anchor))), describe(shared),
+                       "expand it to the shape of the experts' result")
     if dtype(shared) != dtype(experts.x):
         return Refusal(f"what is added to the experts' result is {dtype(shared)}, not {dtype(experts.x)}: added "
-                       "separately", shared, "dtype", str(dtype(experts.x)), str(dtype(shared)))
+                       "separately", shared, "dtype", str(dtype(experts.x)), str(dtype(shared)),
+                       f"cast it to {describe(dtype(experts.x))} before the sum")
     if len(shared.users) != 1:
-        other = other_reader(shared, match.nodes, "what is added")
-        return Refusal("what is added to the experts' result has other readers: added separately", shared,
-                       *((other.kind, other.expected, other.found, other.remedy) if other is not None else ()))
+        other = other_reader(shared, [match.anchor], "what is added") or _twice(shared)
+        return replace(other, reason="what is added to the experts' result has other readers: added separately")
     return replace(experts, skip=shared)
+
+
+def _twice(node: fx.Node) -> Refusal:
+    """All readers of ``node`` are in the formula, and there is more than one."""
+    readers = ", ".join(f"{u.name} ({where(u)})" for u in node.users)
+    return Refusal("several operations of the formula read it", node, "reader", "one reader", readers,
+                   f"read the value in one place: {readers}")
 
 
 def _read_elsewhere(match: Match) -> fx.Node | None:
@@ -192,12 +214,14 @@ def _result_refusal(match: Match, e: Experts) -> Refusal | None:
     total = match["sum"]
     product = cast(fx.Node, total.args[0])
     if match["sum_dim"] not in (1, -2) or shape(product) != (e.tokens, e.top_k, e.hidden):
-        return Refusal(f"the result must be the sum of [T, K, H] = {[e.tokens, e.top_k, e.hidden]} over K", total)
+        wanted = [e.tokens, e.top_k, e.hidden]
+        return Refusal(f"the result must be the sum of [T, K, H] = {wanted} over K", total, "shape",
+                       f"{wanted} summed over dim 1", f"{list(shape(product))} summed over dim {match['sum_dim']}",
+                       "sum the weighted results of each token over its chosen experts")
     shared_result = _read_elsewhere(match)
     if shared_result is not None:
-        other = other_reader(shared_result, match.nodes, "the experts' result")
-        return Refusal("the experts' result has other readers before it is cast or added to", shared_result,
-                       *((other.kind, other.expected, other.found, other.remedy) if other is not None else ()))
+        other = other_reader(shared_result, match.nodes, "the experts' result") or _twice(shared_result)
+        return replace(other, reason="the experts' result has other readers before it is cast or added to")
     if dtype(match.anchor) != dtype(e.x):
         return Refusal(f"the result stays {dtype(match.anchor)}; npu_moe_finalize_routing gives {dtype(e.x)}",
                        match.anchor, "dtype", str(dtype(e.x)), str(dtype(match.anchor)),

@@ -18,7 +18,7 @@ from cannopy.fusion_rules.engine.legal import illegal
 from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Any, Literal, Number, Op, Pattern, Through, op
 from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
-from cannopy.fusion_rules.engine.spellings import RESHAPE, SWAP_HEADS
+from cannopy.fusion_rules.engine.spellings import RESHAPE, SWAP_HEADS, computed_weight, wrong_shape
 from cannopy.fusion_rules.engine.stop import describe
 from cannopy.fusion_rules.lift.halves import doubled
 from cannopy.fusion_rules.rewrite import positions
@@ -107,7 +107,9 @@ def _layout(match: Match) -> Refusal | None:
     for name, wanted in parts.items():
         found = tuple(match[f"{name}_{k}"] for k in ("dim", "start", "end"))
         if found != wanted:
-            return Refusal(f"the {name} part is (dim, start, end) = {found}, expected {wanted}", match["heads"])
+            return Refusal(f"the {name} part is (dim, start, end) = {found}, expected {wanted}", match["heads"],
+                           "constant", f"(dim, start, end) = {wanted}", str(found),
+                           f"split off the {name} part as DeepSeek does: without position first, rotated part last")
     batch, queries = s["B"], s["S"]
     for name, size in (
         ("latent_new", (batch, 1, s["L"], rank)),
@@ -117,12 +119,12 @@ def _layout(match: Match) -> Refusal | None:
         ("index", (queries,)),
     ):
         if shape(match[name]) != size:
-            return Refusal(f"{name} has shape {list(shape(match[name]))}, expected {list(size)}", match[name])
+            return wrong_shape(name, match[name], str(list(size)))
     for name in ("cos", "sin"):
         table = shape(match[name])
         if len(table) != 4 or table[1:] != (1, queries, s["rope"] // 2) or table[0] not in (1, batch):
             expected = f"[1 or {batch}, 1, {queries}, {s['rope'] // 2}]"
-            return Refusal(f"{name} has shape {list(table)}, expected {expected}", match[name])
+            return wrong_shape(name, match[name], expected)
     return None
 
 
@@ -130,7 +132,7 @@ def _caches(match: Match, ctx: Context) -> tuple[int, Refusal | None]:
     s = sizes(match)
     block = positions.block_size(s["L"], ctx.block_size)
     if isinstance(block, str):
-        return 0, Refusal(block, match["latent_new"])
+        return 0, positions.block_refusal(block, match["latent_new"], s["L"])
     for prefix in ("latent", "rope"):
         cache = match[f"{prefix}_cache"]
         view = _block_view(match, prefix, block)
@@ -139,7 +141,8 @@ def _caches(match: Match, ctx: Context) -> tuple[int, Refusal | None]:
             reason = f"{cache.name} is not written back"
         if reason is not None:
             return block, Refusal(f"{prefix} cache: {reason}", match[f"{prefix}_new"], "cache",
-                                  "a cache that is a graph input, written once and read after that", reason)
+                                  "a cache that is a graph input, written once and read after that", reason,
+                                  "pass a static cache and write it once per call, before the attention reads it")
     return block, None
 
 
@@ -159,7 +162,8 @@ def check(match: Match, ctx: Context) -> Refusal | None:
     """Both chains read one input, the caches are graph inputs written back, sizes and dtypes are in the contract."""
     if _same_input(match) is None:
         return Refusal("the query and the key/value chain read different hidden states", match["kv"], "operand",
-                       "one input for both chains", f"{describe(match['x_q'])} and {describe(match['x_kv'])}")
+                       "one input for both chains", f"{describe(match['x_q'])} and {describe(match['x_kv'])}",
+                       f"let both projections read {match['x_q'].name}")
     refusal = _layout(match)
     if refusal is not None:
         return refusal
@@ -169,7 +173,7 @@ def check(match: Match, ctx: Context) -> Refusal | None:
     for name in ("w_dq", "w_uq", "w_dkv", "w_uk"):
         reason = why_not_weight(ctx.program, match[name])
         if reason is not None:
-            return Refusal(f"{name}: {reason}", match["heads"], "weight", "a parameter or buffer", reason)
+            return computed_weight(name, match["heads"], reason)
     return _illegal(match, ctx, block)
 
 

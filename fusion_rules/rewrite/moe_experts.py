@@ -20,12 +20,15 @@ from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Literal, Number, Pattern, Through, op
 from cannopy.fusion_rules.engine.rule import Context, Refusal
 from cannopy.fusion_rules.engine.spellings import arguments
+from cannopy.fusion_rules.engine.stop import describe
 from cannopy.fusion_rules.rewrite.expert_calls import (
     Experts,
     ExpertWeight,
     glu,
     glu_refusal,
+    pairs_refusal,
     rules,
+    scale_refusal,
     weight_refusal,
 )
 from cannopy.fx_passes.graph import aten, dtype, is_call, shape
@@ -72,20 +75,26 @@ def _routing_refusal(match: Match) -> Refusal | None:
     sort, scale, pairs = match["sort"], match["scale"], math.prod(shape(match["ids"]))
     given = arguments(sort)
     if given["descending"] or len(shape(match["ids"])) != 1:
-        return Refusal("the flat expert ids must be sorted upwards", sort)
+        return Refusal("the flat expert ids must be sorted upwards", sort, "constant", "descending=False over [pairs]",
+                       f"descending={given['descending']} over {list(shape(match['ids']))}",
+                       "flatten the expert ids and sort them upwards")
     tokens, top_k = shape(match["x"])[0], match["top_k"]
     if len(shape(match["x"])) != 2 or tokens * top_k != pairs:
-        return Refusal(f"{pairs} pairs of token and expert are not {tokens} tokens times {top_k}", match["perm"])
+        return pairs_refusal(pairs, tokens, top_k, match["perm"])
     if match.get("count", pairs) != pairs:
-        return Refusal("the inverse permutation does not cover every pair", match["perm"])
+        return Refusal("the inverse permutation does not cover every pair", match["perm"], "constant",
+                       f"{pairs} pairs", f"{match['count']} pairs", "invert the permutation over all pairs")
     if (match["low"], match["high"]) != (0, match["bins"] - 1):
         return Refusal(f"histc counts {match['bins']} bins from {match['low']} to {match['high']}: not one per expert",
-                       match["offsets"])
+                       match["offsets"], "constant", f"{match['bins']} bins from 0 to {match['bins'] - 1}",
+                       f"{match['bins']} bins from {match['low']} to {match['high']}",
+                       "count with torch.histc(ids, bins=E, min=0, max=E - 1)")
     if dtype(match["counted"]) not in (torch.float32, torch.float64, torch.int32, torch.int64):
         return Refusal(f"expert ids are counted as {dtype(match['counted'])}, which cannot hold them all",
-                       match["counted"])
+                       match["counted"], "dtype", "float32, float64, int32 or int64",
+                       describe(dtype(match["counted"])), "cast the expert ids to float32 or int32 before histc")
     if shape(scale) != (pairs, 1) or math.prod(shape(match["scales"])) != pairs:
-        return Refusal(f"the weights must be one per pair of token and expert, found {list(shape(scale))}", scale)
+        return scale_refusal(scale, pairs)
     return None
 
 
@@ -97,7 +106,8 @@ def _collect(match: Match, context: Context) -> Experts | Refusal:
     for name, weight in (("gate_up", gate_up), ("down", down)):
         if weight is None:
             return Refusal("expert weights must be parameters [E, N, K] or [E, K, N], found a computed value",
-                           match[name])
+                           match[name], "weight", "a parameter [E, N, K] or [E, K, N]", describe(match[name]),
+                           "keep the weights of all experts in the module as one parameter")
     assert gate_up is not None
     assert down is not None
     experts = Experts(match["x"], match["ids"], match["scales"], shape(match["x"])[0], match["top_k"], gate_up, down)

@@ -18,7 +18,9 @@ from cannopy.fusion_rules.rewrite.expert_calls import (
     ExpertWeight,
     glu,
     glu_refusal,
+    pairs_refusal,
     rules,
+    scale_refusal,
     weight_refusal,
 )
 from cannopy.fx_passes.graph import aten, shape
@@ -50,14 +52,19 @@ def _collect(match: Match, context: Context) -> Experts | Refusal:
     hidden = shape(match["gate_up"])[-1]
     tokens = math.prod(shape(match["x"])) // hidden
     if tokens * top_k != pairs or len(shape(ids)) != 1:
-        return Refusal(f"{pairs} pairs of token and expert are not {tokens} tokens times {top_k}", ids)
+        return pairs_refusal(pairs, tokens, top_k, ids)
     if copies is not None and (shape(match["x"]), shape(copies)) != ((tokens, 1, hidden), (tokens, top_k, hidden)):
-        return Refusal("tokens must be repeated once per chosen expert, side by side", copies)
+        return Refusal("tokens must be repeated once per chosen expert, side by side", copies, "shape",
+                       f"{[tokens, 1, hidden]} expanded to {[tokens, top_k, hidden]}",
+                       f"{list(shape(match['x']))} expanded to {list(shape(copies))}",
+                       "repeat each token once per chosen expert: repeat_interleave(top_k, 0)")
     if shape(match["columns"]) != (pairs, hidden, 1) or len(shape(gate_up)) != 3 or len(shape(down)) != 3:
-        return Refusal("expected weights [E, N, K] times one column per pair", match["gate_up_mm"])
+        found = f"weights {list(shape(gate_up))} and {list(shape(down))}, columns {list(shape(match['columns']))}"
+        return Refusal("expected weights [E, N, K] times one column per pair", match["gate_up_mm"], "shape",
+                       f"weights [E, N, K], columns {[pairs, hidden, 1]}", found,
+                       "keep the weights of all experts in one parameter [E, N, K]")
     if shape(match["scale"]) != (pairs, 1):
-        return Refusal(f"the weights must be one per pair of token and expert, found {list(shape(match['scale']))}",
-                       match["scale"])
+        return scale_refusal(match["scale"], pairs)
     experts = Experts(
         match["x"], ids, match["scales"], tokens, top_k, ExpertWeight(gate_up, True), ExpertWeight(down, True)
     )

@@ -21,6 +21,7 @@ from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Literal, Number, Op, Pattern, Through, op
 from cannopy.fusion_rules.engine.rule import NEVER, Context, Refusal, Rule
 from cannopy.fusion_rules.engine.spellings import arguments
+from cannopy.fusion_rules.engine.stop import describe
 from cannopy.fx_passes.graph import aten, dtype, is_call, shape
 from cannopy.fx_passes.program import Program
 from cannopy.fx_passes.weight_plan import derived, least
@@ -109,14 +110,17 @@ def _scores_refusal(match: Match) -> Refusal | None:
                        "torch.float32", str(dtype(scores)), "compute logits and scores of the router in float32")
     if match["norm_type"] == SOFTMAX and not _last(logits, match["softmax_dim"]):
         return Refusal("the softmax is not over the experts", scores, "constant", "the last dim",
-                       f"dim {match['softmax_dim']}")
+                       f"dim {match['softmax_dim']}", "take the softmax over the experts: softmax(-1)")
     if bias is None:
         return None
     experts = shape(logits)[1]
     if not isinstance(bias, fx.Node) or shape(bias) != (experts,):
-        return Refusal(f"the bias must be a tensor of shape [{experts}], one value per expert, found {bias}", scores)
+        return Refusal(f"the bias must be a tensor of shape [{experts}], one value per expert, found {bias}", scores,
+                       "shape", f"[{experts}]", describe(bias), "give the correction bias one entry per expert")
     if dtype(bias) not in (torch.float32, torch.bfloat16, torch.float16):
-        return Refusal(f"the bias is {dtype(bias)}; the op takes fp32, to which that cannot be widened exactly", bias)
+        return Refusal(f"the bias is {dtype(bias)}; the op takes fp32, to which that cannot be widened exactly", bias,
+                       "dtype", "float32, bfloat16 or float16", describe(dtype(bias)),
+                       "keep the correction bias in float32")
     return None
 
 
@@ -125,7 +129,8 @@ def _choice_refusal(match: Match) -> Refusal | None:
     topk, given = match["topk"], arguments(match["topk"])
     if not given["largest"] or not _last(topk.args[0], given["dim"]):
         return Refusal("the top-k does not take the largest scores over the experts", topk, "constant",
-                       "largest=True over the last dim", f"largest={given['largest']} over dim {given['dim']}")
+                       "largest=True over the last dim", f"largest={given['largest']} over dim {given['dim']}",
+                       "choose with torch.topk(scores, k, dim=-1)")
     picked = match.get("picked")
     if picked is None:
         if match["choice"] is not match["scores"]:
@@ -138,7 +143,8 @@ def _choice_refusal(match: Match) -> Refusal | None:
         return Refusal(f"the weights are taken from {source}, the op takes them from the scores", picked, "operand",
                        "the scores without bias", source, "gather the weights from the scores before the bias")
     elif not _last(match["scores"], match["gather_dim"]):
-        return Refusal("the weights are not gathered over the experts", picked)
+        return Refusal("the weights are not gathered over the experts", picked, "constant", "the last dim",
+                       f"dim {match['gather_dim']}", "gather over the experts: scores.gather(-1, ids)")
     return None
 
 
@@ -150,23 +156,29 @@ def _groups_refusal(match: Match, program: Program) -> Refusal | None:
     grouped, marks, topk = match["grouped"], match["marks"], match["group_topk"]
     groups = shape(marks)[1] if len(shape(marks)) == 2 else 0
     if groups == 0 or shape(grouped) != (tokens, groups, experts // groups):
-        return Refusal(f"groups must be [tokens, groups, experts per group], found {list(shape(grouped))}", grouped)
+        return Refusal(f"groups must be [tokens, groups, experts per group], found {list(shape(grouped))}", grouped,
+                       "shape", f"[{tokens}, groups, {experts} / groups]", str(list(shape(grouped))),
+                       "group consecutive experts: scores.view(tokens, groups, -1)")
     given = arguments(topk)
     if not given["largest"] or not _last(marks, given["dim"]) or not _last(grouped, match["group_dim"]):
-        return Refusal("the groups with the largest scores must stay", topk)
+        return Refusal("the groups with the largest scores must stay", topk, "constant",
+                       "largest=True over the last dims", f"largest={given['largest']} over dim {given['dim']}, the "
+                       f"experts of a group over dim {match['group_dim']}", "take torch.topk(group_scores, n, dim=-1)")
     if match["group_select_mode"] == TOP_TWO:
         best = arguments(match["group_best"])
         if best["k"] != 2 or not best["largest"] or not _last(grouped, best["dim"]):
             return Refusal(f"a group's score is the sum of its {best['k']} best, the op knows the best or the sum of "
                            "two", match["group_best"], "constant", "the best or the sum of the two best",
-                           f"the sum of {best['k']}")
+                           f"the sum of {best['k']}", "score a group by its best expert or by the sum of its two best")
     bias = _vector(match)
     if match["fill"] == 0 and bias is not None and not least(program, bias) >= 0:
         return Refusal("dropped experts get the score 0.0, not -inf: the bias is not known to be 0 or more everywhere, "
                        "so the scores of kept experts may be negative and lose to them (transformers masks with -inf "
-                       "from 5.8 on)", match["masked"])
+                       "from 5.8 on)", match["masked"], "constant", "-inf, or 0.0 with a bias that is nowhere negative",
+                       "0.0", "mask dropped experts with -inf: scores.masked_fill(~kept, float('-inf'))")
     if match["fill"] not in (0, -math.inf):
-        return Refusal(f"dropped experts get the score {match['fill']:g}, the op never takes them", match["masked"])
+        return Refusal(f"dropped experts get the score {match['fill']:g}, the op never takes them", match["masked"],
+                       "constant", "-inf or 0.0", f"{match['fill']:g}", "mask dropped experts with -inf")
     return None
 
 
@@ -181,7 +193,8 @@ def _weights_refusal(match: Match, normed: bool) -> Refusal | None:
                        match["picked"], "operation", "softmax scores as they are", "a division by their sum",
                        "norm_topk_prob=False is the form that the op has")
     if normed and not _last(match["picked"], match["sum_dim"]):
-        return Refusal("the scores are not divided by the sum over the chosen experts", match["picked"])
+        return Refusal("the scores are not divided by the sum over the chosen experts", match["picked"], "constant",
+                       "a sum over the last dim", f"dim {match['sum_dim']}", "divide by weights.sum(-1, keepdim=True)")
     return None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from cannopy.fusion_rules.engine.rule import Context
+from cannopy.fusion_rules.engine.rule import Context, Refusal
 from cannopy.fx_passes.affine import Causal
 from cannopy.fx_passes.graph import aten, shape
 
@@ -33,6 +33,12 @@ def block_size(length: int, wanted: int | None = None) -> int | str:
             return size
     return (f"cache length {length} is not a multiple of {BLOCK_STEP}, so the cache cannot be seen as blocks; "
             f"make max_cache_len a multiple of {DEFAULT_BLOCK}")
+
+
+def block_refusal(reason: str, cache: fx.Node, length: int) -> Refusal:
+    """`block_size` found no block for a cache of ``length`` rows."""
+    return Refusal(reason, cache, "cache", "a cache length that blocks divide", f"{length} rows",
+                   f"make max_cache_len a multiple of {DEFAULT_BLOCK}")
 
 
 def key_lengths(ctx: Context, past: Causal, batch: int, queries: int) -> fx.Node:

@@ -18,7 +18,8 @@ from cannopy.fusion_rules.engine.legal import illegal
 from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Literal, Number, Op, Pattern, Through, op
 from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
-from cannopy.fusion_rules.engine.spellings import CAST, RESHAPE, SWAP_HEADS
+from cannopy.fusion_rules.engine.spellings import CAST, RESHAPE, SWAP_HEADS, computed_weight, wrong_shape
+from cannopy.fusion_rules.engine.stop import describe
 from cannopy.fusion_rules.rewrite import positions
 from cannopy.fx_passes.affine import Causal, causal, very_negative
 from cannopy.fx_passes.graph import aten, dtype, shape
@@ -115,14 +116,16 @@ def _masks(match: Match) -> Causal | Refusal:
     found = [causal(match[name], s["S"], s["L"]) for name in ("attention_mask", "index_mask")]
     for reason, name in zip(found, ("attention_mask", "index_mask"), strict=True):
         if isinstance(reason, str):
-            return Refusal(reason, match[name], "mask", "a mask that is causal by position", "another mask")
+            return Refusal(reason, match[name], "mask", "a mask that is causal by position", describe(match[name]),
+                           "leave the causal mask to the model: no padding, sliding window or other mask on top")
     if found[0] != found[1]:
         return Refusal("the indexer and the attention use different masks", match["attention_mask"], "mask",
                        "one causal mask for both", "two masks", "give the indexer the mask of the attention")
     past = found[0]
     assert isinstance(past, Causal)
     if past.symbol is None and past.const < 0:
-        return Refusal("the first query sees no key", match["attention_mask"])
+        return Refusal("the first query sees no key", match["attention_mask"], "mask", "key <= query + past, past >= 0",
+                       f"past = {past.const}", "let each query see at least its own key")
     return past
 
 
@@ -147,10 +150,11 @@ def _layout(match: Match) -> Refusal | None:
     ]
     for name, size in wanted:
         if shape(match[name]) != size:
-            return Refusal(f"{name} has shape {list(shape(match[name]))}, expected {list(size)}", match[name], "shape",
-                           str(list(size)), str(list(shape(match[name]))))
+            return wrong_shape(name, match[name], str(list(size)))
     if match["end"] != s["nope"] + s["value"]:
-        return Refusal("values are not the rest of kv_b's output behind the keys", match.anchor)
+        return Refusal("values are not the rest of kv_b's output behind the keys", match.anchor, "constant",
+                       f"values up to entry {s['nope'] + s['value']}", f"up to entry {match['end']}",
+                       "split the output of kv_b_proj into keys and values without a rest")
     return None
 
 
@@ -165,14 +169,13 @@ def check(match: Match, ctx: Context) -> Refusal | None:
     for name in ("index_scale", "relu_scale", "head_scale", "score_scale"):
         if not match.get(name, 1) > 0:
             return Refusal(f"{name} is {match[name]}: only a positive factor leaves the top-k unchanged",
-                           match["per_head"], "constant", f"{name} > 0", f"{match[name]:g}")
+                           match["per_head"], "constant", f"{name} > 0", f"{match[name]:g}", "use a positive scale")
     block = positions.block_size(sizes(match)["L"], ctx.block_size)
     if isinstance(block, str):
-        return Refusal(block, match["latent"], "cache", "a cache length that blocks divide",
-                       str(sizes(match)["L"]), "make max_cache_len a multiple of 128")
+        return positions.block_refusal(block, match["latent"], sizes(match)["L"])
     reason = why_not_weight(ctx.program, match["kv_b"])
     if reason is not None:
-        return Refusal(f"kv_b_proj: {reason}", match["kv_b"], "weight", "a parameter or buffer", reason)
+        return computed_weight("kv_b_proj", match["kv_b"], reason)
     return _indexer_illegal(match, ctx, block) or _attention_illegal(match, ctx, block)
 
 

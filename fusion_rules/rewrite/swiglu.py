@@ -45,11 +45,12 @@ def _look_alike(match: Match) -> Refusal | None:
     """Other activations and clamped values."""
     if not is_call(match["silu"], aten.silu.default):
         return Refusal(f"the activation is {match['silu'].target}, npu_swiglu has SiLU", match["silu"], "operation",
-                       "aten.silu", short(match["silu"].target))
+                       "aten.silu", short(match["silu"].target), "use SiLU (hidden_act=silu)")
     for node in match.nodes:
         if is_call(node, *CLAMPS):
             return Refusal("values are clamped inside the product, npu_swiglu does not clamp", node, "operation",
-                           "no clamp between the projections and the product", describe(node))
+                           "no clamp between the projections and the product", describe(node),
+                           "drop the clamp; with it the formula is another one, and runs as captured")
     return None
 
 
@@ -122,7 +123,8 @@ def _weights_refusal(match: Match, context: Context) -> Refusal | None:
                        "a bias on both projections or on none", "one bias", "give the other projection a zero bias")
     if shape(gate) != shape(up) or dtype(gate) != dtype(up):
         return Refusal(f"gate weight {dtype(gate)}{list(shape(gate))} and up weight {dtype(up)}{list(shape(up))} do "
-                       "not merge", match["up_linear"], "shape")
+                       "not merge", match["up_linear"], "shape", f"{describe(dtype(gate))}{list(shape(gate))} for both",
+                       f"{describe(dtype(up))}{list(shape(up))} for up", "give gate and up one size and dtype")
     return None
 
 

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from tests.mutation import attention, caches, experts, generic, norms, rope, router
+from tests.mutation import (
+    attention,
+    caches,
+    experts,
+    generic,
+    indexer,
+    mlps,
+    norms,
+    residuals,
+    rope,
+    router,
+    router_weights,
+    weights,
+)
 from tests.mutation.operators import Operator
 
+MODULES = (
+    norms, residuals, rope, router, router_weights, mlps, experts, attention, indexer, caches, weights, generic,
+)
 OPERATORS: dict[str, Operator] = {
     o.name: o
-    for module in (norms, rope, router, experts, attention, caches, generic)
+    for module in MODULES
     for o in module.OPERATORS
 }

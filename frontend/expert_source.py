@@ -279,5 +279,5 @@ def _function(name: str, arguments: ast.arguments, body: list[ast.stmt], line: i
     fields: dict[str, Any] = {"name": name, "args": arguments, "body": body, "decorator_list": []}
     if "type_params" in ast.FunctionDef._fields:  # from Python 3.12 on
         fields["type_params"] = []
-    place = {"lineno": line, "end_lineno": line, "col_offset": 0, "end_col_offset": 0}
-    return ast.FunctionDef(**fields, **place)
+    fields |= {"lineno": line, "end_lineno": line, "col_offset": 0, "end_col_offset": 0}
+    return ast.FunctionDef(**fields)

@@ -179,10 +179,15 @@ def _of_list(name: str, experts: list[nn.Module]) -> tuple[Make, tuple[Any, ...]
 def _gated(experts: list[nn.Module], names: tuple[str, str, str]) -> bool:
     """Whether all are the same kind of gated MLP: three linears without bias, of one size and dtype, and ``act_fn``."""
     first = experts[0]
-    linears = [[getattr(e, name, None) for name in names] for e in experts]
-    plain = [[m for m in row if type(m) is nn.Linear and m.bias is None] for row in linears]
-    sizes = [[(m.weight.shape, m.weight.dtype) for m in row] for row in plain]
+    sizes = [[size for name in names if (size := _linear(getattr(e, name, None))) is not None] for e in experts]
     return callable(getattr(first, "act_fn", None)) and len(sizes[0]) == 3 and all(
         type(e) is type(first) and repr(e.act_fn) == repr(first.act_fn) and size == sizes[0]
         for e, size in zip(experts, sizes, strict=True)
     )
+
+
+def _linear(module: object) -> tuple[torch.Size, torch.dtype] | None:
+    """Shape and dtype of the weight of a plain linear without bias; None for anything else."""
+    if type(module) is not nn.Linear or module._parameters["bias"] is not None:
+        return None
+    return module.weight.shape, module.weight.dtype

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any as Anything
 from typing import cast
@@ -18,7 +18,7 @@ from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Number, Op, Pat
 from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule, other_reader
 from cannopy.fusion_rules.engine.spellings import gated_halves_refusal, half
 from cannopy.fusion_rules.engine.stop import describe
-from cannopy.fx_passes.graph import aten, dtype, is_call, shape, where
+from cannopy.fx_passes.graph import aten, dtype, is_call, shape
 from cannopy.fx_passes.weight_plan import derived, preview, why_not_weight
 
 TRANSPOSED = "w[0].transpose(1, 2)"
@@ -188,16 +188,16 @@ def _skipped(match: Match, experts: Experts) -> Experts | Refusal:
                        "separately", shared, "dtype", str(dtype(experts.x)), str(dtype(shared)),
                        f"cast it to {describe(dtype(experts.x))} before the sum")
     if len(shared.users) != 1:
-        other = other_reader(shared, [match.anchor], "what is added") or _twice(shared)
-        return replace(other, reason="what is added to the experts' result has other readers: added separately")
+        return _has_readers(shared, [match.anchor], "what is added",
+                            "what is added to the experts' result has other readers: added separately")
     return replace(experts, skip=shared)
 
 
-def _twice(node: fx.Node) -> Refusal:
-    """All readers of ``node`` are in the formula, and there is more than one."""
-    readers = ", ".join(f"{u.name} ({where(u)})" for u in node.users)
-    return Refusal("several operations of the formula read it", node, "reader", "one reader", readers,
-                   f"read the value in one place: {readers}")
+def _has_readers(node: fx.Node, allowed: Sequence[fx.Node], what: str, reason: str) -> Refusal:
+    """``reason``, with a reader of ``node`` outside of the formula (or any, when there is none) as what was found."""
+    other = other_reader(node, allowed, what) or other_reader(node, (), what)
+    assert other is not None
+    return replace(other, reason=reason)
 
 
 def _read_elsewhere(match: Match) -> fx.Node | None:
@@ -220,8 +220,8 @@ def _result_refusal(match: Match, e: Experts) -> Refusal | None:
                        "sum the weighted results of each token over its chosen experts")
     shared_result = _read_elsewhere(match)
     if shared_result is not None:
-        other = other_reader(shared_result, match.nodes, "the experts' result") or _twice(shared_result)
-        return replace(other, reason="the experts' result has other readers before it is cast or added to")
+        return _has_readers(shared_result, match.nodes, "the experts' result",
+                            "the experts' result has other readers before it is cast or added to")
     if dtype(match.anchor) != dtype(e.x):
         return Refusal(f"the result stays {dtype(match.anchor)}; npu_moe_finalize_routing gives {dtype(e.x)}",
                        match.anchor, "dtype", str(dtype(e.x)), str(dtype(match.anchor)),

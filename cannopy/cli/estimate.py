@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def _number(text: str) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if value < 0:
+    if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"expected a number, 0 or more, found {text!r}")
     return value
 
@@ -90,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
         raise CannopyError("a MODEL or --kernel is missing", "cannopy estimate --models, cannopy estimate --kernels")
     if args.sizes:
         raise CannopyError(f"{args.sizes[0]!r} is a size of a kernel, and no --kernel is given")
+    _check(args)
     if args.sweep:
         return _sweep(args)
     if args.from_graph or args.size in ("tiny", "small"):
@@ -97,6 +99,18 @@ def run(args: argparse.Namespace) -> int:
 
         return run_graph(args)
     return _step(args)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """`CannopyError` for arguments that say nothing together."""
+    if args.accepted is not None and args.accepted > args.next_n and not args.from_graph:
+        raise CannopyError(f"--accepted {args.accepted:g} is more than the {args.next_n} drafts of a step", "--next-n")
+    if args.sweep and (args.from_graph or args.size in ("tiny", "small")):
+        raise CannopyError("--sweep takes a described model, not a graph, whose sizes are fixed")
+    if args.svg and not args.sweep:
+        raise CannopyError("--svg draws the curve of a --sweep", "--sweep batch=1..512")
+    if args.trace and (args.sweep or not args.json):
+        raise CannopyError("--trace is part of the --json of one step", "leave --sweep out, add --json")
 
 
 def _listing(args: argparse.Namespace) -> int:
@@ -122,15 +136,18 @@ def _kernel(args: argparse.Namespace) -> int:
     sizes: dict[str, float] = {}
     for text in [*([args.model] if args.model else []), *args.sizes]:
         name, _, value = text.partition("=")
+        if name in sizes:
+            raise CannopyError(f"size {name} is given twice")
         try:
             sizes[name] = float(value)
         except ValueError:
             raise CannopyError(f"expected SIZE=NUMBER, found {text!r}", f"sizes of {args.kernel}: "
                                f"{_said(lambda: kernel(args.kernel).usage())}") from None
-    cube, vector = _cores(args.cores)
+    hardware = _hardware(args)
+    cube, vector = _cores(args.cores, hardware)
     found = _said(lambda: estimate(
-        args.kernel, sizes, hardware=_hardware(args), share=Share(cube_cores=cube, vector_cores=vector,
-                                                                  l2_weights=args.l2)))
+        args.kernel, sizes, hardware=hardware,
+        share=Share(cube_cores=cube, vector_cores=vector, l2_weights=args.l2)))
     if args.json:
         work = found.work.to_dict()
         print_json({"kernel": args.kernel, "us": found.us, "bytes": work["bytes"], "macs": work["macs"],
@@ -141,13 +158,18 @@ def _kernel(args: argparse.Namespace) -> int:
     return 0
 
 
-def _cores(text: str | None) -> tuple[int | None, int | None]:
+def _cores(text: str | None, hardware: Any) -> tuple[int | None, int | None]:
+    """``24,48`` as cube and vector cores, as many as the chip has at most."""
     if text is None:
         return None, None
     parts = text.split(",")
-    if len(parts) != 2 or not all(p.strip().isdigit() for p in parts):
+    if len(parts) != 2 or not all(p.strip().isdecimal() for p in parts):
         raise CannopyError(f"--cores takes cube and vector cores, found {text!r}", "--cores 24,48")
-    return int(parts[0]), int(parts[1])
+    cube, vector = int(parts[0]), int(parts[1])
+    if cube > hardware.cube_cores or vector > hardware.vector_cores:
+        raise CannopyError(f"--cores {text} is more than {hardware.soc} has: {hardware.cube_cores} cube and "
+                           f"{hardware.vector_cores} vector cores")
+    return cube, vector
 
 
 def _hardware(args: argparse.Namespace) -> Any:
@@ -239,7 +261,7 @@ def _range(text: str) -> tuple[str, list[int]]:
     if name not in ("batch", "context"):
         raise CannopyError(unknown("quantity to sweep", name, ("batch", "context")))
     low, dots, high = span.partition("..")
-    if not dots or not low.isdigit() or not high.isdigit() or not 0 < int(low) <= int(high):
+    if not dots or not low.isdecimal() or not high.isdecimal() or not 0 < int(low) <= int(high):
         raise CannopyError(f"--sweep takes NAME=A..B with whole numbers, found {text!r}", f"--sweep {name}=1..512")
     values = [int(low)]
     while values[-1] * 2 <= int(high):

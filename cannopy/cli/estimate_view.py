@@ -24,6 +24,8 @@ def step(screen: Console, found: StepEstimate, args: argparse.Namespace) -> None
                  f"({_us(found.trace.us)} on the device, {_us(found.trace.host_us)} of graph launches)")
     screen.print(f"one stream without prefetch and SuperKernel {_us(found.serial_us)}; no schedule of these kernels "
                  f"takes less than {_us(found.bounds.us)} ({found.bounds.bound})")
+    if found.us > found.serial_us:
+        screen.print(f"[yellow]this plan is slower than one stream here, by {_us(found.us - found.serial_us)}[/]")
     if args.accepted is not None:
         tpot = _us(found.tpot_us(args.accepted))
         screen.print(f"{args.accepted:g} drafts accepted per step: {tpot} per output token")

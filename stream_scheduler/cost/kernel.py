@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -22,16 +23,18 @@ class Role(str, Enum):
 
 
 class SizeError(ValueError):
-    """A size that is missing, unknown, or not a positive number."""
+    """A size that is missing, unknown, not a positive number, or larger than what contains it."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """One parameter of a kernel's formulas; without a ``default`` it must be given."""
+    """One parameter of a kernel's formulas; without a ``default`` it must be given. Values are above 0 and not below
+    ``least``; fractions are expectations, such as rows per expert."""
 
     name: str
     meaning: str
     default: float | None = None
+    least: float = 0.0
 
     @property
     def symbol(self) -> sympy.Symbol:
@@ -51,7 +54,8 @@ class Kernel:
     ``law`` names the time law and ``counts`` has what else it asks for, such as the independent rows or tasks that
     are spread over the cores; attention has ``qk_macs`` (of q k alone) and ``scores`` there as well. ``cube`` and
     ``vector`` say which core pools the kernel occupies. ``contract`` is the device op whose limits are in
-    fusion_rules/contracts, None for kernels of plain ATen ops. ``source`` says where the formulas are from.
+    fusion_rules/contracts, None for kernels of plain ATen ops. ``source`` says where the formulas are from. ``at_most``
+    are pairs of sizes of which the first cannot be larger than the second.
     """
 
     name: str
@@ -69,11 +73,17 @@ class Kernel:
     cube: bool = False
     vector: bool = True
     contract: str | None = None
+    at_most: tuple[tuple[str, str], ...] = ()
 
     def work(self, **given: float) -> Work:
-        """Numbers for these sizes. `SizeError` names a size that is missing, unknown or not positive."""
+        """Numbers for these sizes. `SizeError` names a size that is missing, unknown, not positive or too large."""
         sizes = self._complete(given)
-        numbers = self._function(*(sizes[s.name] for s in self.sizes))
+        try:
+            numbers = self._function(*(sizes[s.name] for s in self.sizes))
+        except OverflowError:
+            numbers = (math.inf,)
+        if not all(map(math.isfinite, numbers)):
+            raise SizeError(f"kernel {self.name}: its bytes or operations at {_listed(sizes)} are beyond all numbers")
         it = iter(numbers)
         read = {role: float(next(it)) for role in self.read}
         written = {role: float(next(it)) for role in self.write}
@@ -99,12 +109,19 @@ class Kernel:
             if name not in names:
                 close = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
                 raise SizeError(f"kernel {self.name} has no size {name!r}; did you mean {close[0]!r}? {self.usage()}")
-            if not value > 0:
-                raise SizeError(f"kernel {self.name}: size {name} must be positive, found {value!r}")
+            if not 0 < value < math.inf:
+                raise SizeError(f"kernel {self.name}: size {name} must be positive and finite, found {value!r}")
+            least = self.sizes[names.index(name)].least
+            if value < least:
+                raise SizeError(f"kernel {self.name}: size {name} is at least {least:g}, found {value!r}")
         missing = [s.name for s in self.sizes if s.default is None and s.name not in given]
         if missing:
             raise SizeError(f"kernel {self.name} needs {', '.join(missing)}: {self.usage()}")
-        return {s.name: float(given.get(s.name, s.default)) for s in self.sizes}  # type: ignore[arg-type]
+        full = {s.name: float(given.get(s.name, s.default)) for s in self.sizes}  # type: ignore[arg-type]
+        for part, whole in self.at_most:
+            if full[part] > full[whole]:
+                raise SizeError(f"kernel {self.name}: {part}={full[part]:g} is more than {whole}={full[whole]:g}")
+        return full
 
     def usage(self) -> str:
         """Its sizes with defaults, as on a command line."""
@@ -172,6 +189,10 @@ def _size(text: str) -> Size:
     head, _, meaning = text.partition(": ")
     name, _, default = head.partition("=")
     return Size(name, meaning, float(default) if default else None)
+
+
+def _listed(sizes: Mapping[str, float]) -> str:
+    return " ".join(f"{name}={value:g}" for name, value in sizes.items())
 
 
 def by_name(kernels: Iterable[Kernel]) -> Mapping[str, Kernel]:

@@ -5,29 +5,31 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from cannopy.stream_scheduler.constants import Constants
 from cannopy.stream_scheduler.network.attention import cache_bytes
 from cannopy.stream_scheduler.network.builder import Scene
 
 BLOCK = 128
 """Tokens per cache block."""
-RESERVED = 0.05
-"""Share of HBM for runtime, workspace and fragmentation."""
+LINE, PAYLOAD = 512, 480
+"""Bytes of a line of the dispatch window, and those of them that carry data."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes by purpose; ``capacity`` is the die's HBM."""
+    """Bytes by purpose; ``reserved`` for runtime, workspace and fragmentation; ``capacity`` is the die's HBM."""
 
     weights: float
     caches: float
     buffers: float
     activations: float
+    reserved: float
     capacity: float
 
     @property
     def total(self) -> float:
         """All of it with the reserve."""
-        return self.weights + self.caches + self.buffers + self.activations + RESERVED * self.capacity
+        return self.weights + self.caches + self.buffers + self.activations + self.reserved
 
     @property
     def fits(self) -> bool:
@@ -37,13 +39,14 @@ class Memory:
         """Plain data, bytes."""
         return {
             "weights": self.weights, "caches": self.caches, "buffers": self.buffers, "activations": self.activations,
-            "reserved": RESERVED * self.capacity, "total": self.total, "capacity": self.capacity, "fits": self.fits,
+            "reserved": self.reserved, "total": self.total, "capacity": self.capacity, "fits": self.fits,
         }
 
 
-def memory(s: Scene, capacity: float) -> Memory:
-    """Memory of one die for the `Scene`."""
-    return Memory(weight_bytes(s), cache_total(s), _buffers(s), _activations(s), capacity)
+def memory(s: Scene, capacity: float, constants: Constants) -> Memory:
+    """Memory of one die of ``capacity`` bytes for the `Scene`."""
+    reserved = constants["memory.reserved"] * capacity
+    return Memory(weight_bytes(s), cache_total(s), _buffers(s, constants), _activations(s), reserved, capacity)
 
 
 def weight_bytes(s: Scene) -> float:
@@ -87,7 +90,7 @@ def _experts(s: Scene) -> float:
     if e is None:
         return 0.0
     each = 3 * m.hidden * e.width * s.quant.bytes_of("experts", m) / s.parallel.moe_tp
-    shared = 3 * m.hidden * e.shared_width * s.quant.bytes_of("shared", m)
+    shared = 3 * m.hidden * e.shared_width * s.quant.bytes_of("shared", m) / s.parallel.moe_tp
     return e.experts / s.parallel.ep * each + shared + 4 * m.hidden * e.targets
 
 
@@ -105,16 +108,17 @@ def cache_total(s: Scene) -> float:
     return attentions * tokens * row
 
 
-def _buffers(s: Scene) -> float:
-    """HCCL window of dispatch and combine as the recipes size it: both halves twice, at least 200 MB."""
+def _buffers(s: Scene, constants: Constants) -> float:
+    """HCCL window of dispatch and combine as the recipes size it: both halves twice, not below the smallest window."""
+    least = constants["exchange.window_least"]
     e, p = s.model.experts, s.parallel
     if e is None or p.ep == 1 or s.load.phase == "prefill":
-        return 200e6 if p.dies > 1 else 0.0
+        return least if p.dies > 1 else 0.0
     hidden = s.model.hidden
-    token = math.ceil(2 * hidden / 480) * 512
+    token = math.ceil(2 * hidden / PAYLOAD) * LINE
     dispatch = e.experts / p.ep * s.tokens * p.ep * token
-    combine = e.top_k * s.tokens * math.ceil(2 * hidden / 512) * 512
-    return max(2 * (dispatch + combine) + 11e6, 200e6)
+    combine = e.top_k * s.tokens * math.ceil(2 * hidden / LINE) * LINE
+    return max(2 * (dispatch + combine) + constants["exchange.window_fixed"], least)
 
 
 def _activations(s: Scene) -> float:

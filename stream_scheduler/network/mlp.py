@@ -57,7 +57,8 @@ def _experts(s: Scene) -> Experts:
 
 def _spread(b: Builder, s: Scene, x: str, picked: str) -> str:
     """Experts spread over dies: dispatch, grouped matmuls, combine. The shared expert runs in three stages that wait
-    for the router, the dispatch and the first grouped matmul, as experts place it."""
+    for the router, the dispatch and the first grouped matmul, as experts place it. Dies that share the heads of the
+    same tokens send a part of them each and gather the sums."""
     e, T, hidden, ep = _experts(s), s.tokens, s.model.hidden, s.parallel.ep
     int8 = s.is_int8("experts")
     sent = _send(b, s, x, picked)
@@ -73,6 +74,9 @@ def _spread(b: Builder, s: Scene, x: str, picked: str) -> str:
     out = b.call("experts_down", kernel, act, k=e.width, n=hidden, **sizes)
     shared = _shared_down(b, s, shared, up)
     out = _return(b, s, out, picked, rows)
+    if s.parallel.attn_tp > 1:
+        out = b.call("experts_all_gather", "all_gather", out, ranks=s.parallel.attn_tp,
+                     bytes_per_rank=2 * T * hidden / s.parallel.attn_tp)
     if not shared:
         return out
     return b.call("shared_add", "elementwise", out, shared, elements=T * hidden, inputs=2)
@@ -90,7 +94,7 @@ def _send(b: Builder, s: Scene, x: str, picked: str) -> str:
     if _by_dispatch(s):
         return b.call("dispatch", "moe_dispatch", x, picked, tokens=tokens, top_k=e.top_k, hidden=hidden, ranks=ep,
                       payload_bytes=1 if s.is_int8("experts") and e.dispatch_int8 else 2)
-    sent = _route(b, s, x, picked)
+    sent = _route(b, s, x, picked, tokens)
     if ep == 1:
         return sent
     counts = b.call("experts_counts", "all_to_all", sent, ranks=ep, bytes_per_rank=8 * e.experts)
@@ -108,12 +112,12 @@ def _return(b: Builder, s: Scene, x: str, picked: str, rows: float) -> str:
     if ep > 1:
         x = b.call("experts_order", "copy", x, elements=rows * hidden)
         x = b.call("experts_return", "all_to_all", x, ranks=ep, bytes_per_rank=2 * tokens * e.top_k * hidden)
-    return b.call("finalize", "moe_finalize_routing", x, picked, tokens=s.tokens, top_k=e.top_k, hidden=hidden)
+    return b.call("finalize", "moe_finalize_routing", x, picked, tokens=tokens, top_k=e.top_k, hidden=hidden)
 
 
-def _route(b: Builder, s: Scene, x: str, picked: str) -> str:
+def _route(b: Builder, s: Scene, x: str, picked: str, tokens: float) -> str:
     e = _experts(s)
-    return b.call("init_routing", "moe_init_routing", x, picked, tokens=s.tokens, top_k=e.top_k, hidden=s.model.hidden)
+    return b.call("init_routing", "moe_init_routing", x, picked, tokens=tokens, top_k=e.top_k, hidden=s.model.hidden)
 
 
 def _shared_up(b: Builder, s: Scene, x: str, picked: str) -> str:
@@ -146,7 +150,7 @@ def _shared_down(b: Builder, s: Scene, act: str, up: str) -> str:
 def _cut(b: Builder, s: Scene, x: str, picked: str) -> str:
     """Every expert cut in width over ``moe_tp`` dies that hold the same tokens, whose sums are all-reduced."""
     e, T, hidden, tp = _experts(s), s.tokens, s.model.hidden, s.parallel.moe_tp
-    sent = _route(b, s, x, picked)
+    sent = _route(b, s, x, picked, T)
     rows = max(1.0, T * e.top_k * e.experts / e.targets)
     if s.is_int8("experts"):
         sent = b.call("experts_quant", "dynamic_quant", sent, rows=rows, width=hidden)

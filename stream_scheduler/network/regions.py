@@ -8,9 +8,11 @@ from collections.abc import Iterable
 from cannopy.stream_scheduler.simulator import Task
 
 FUSED = frozenset({
-    "int8_matmul", "grouped_matmul_bf16", "grouped_matmul_int8", "grouped_matmul_w4a8", "batch_matmul", "bf16_matmul",
-    "mla_prolog", "fused_infer_attention_mla", "fused_infer_attention_gqa", "sparse_flash_attention",
-    "lightning_indexer", "moe_gating_top_k", "dequant_swiglu_quant", "swiglu", "dynamic_quant", "add_rms_norm",
+    "int8_matmul", "w4a8_matmul", "bf16_matmul", "batch_matmul", "grouped_matmul_bf16", "grouped_matmul_int8",
+    "grouped_matmul_w4a8",
+    "mla_prolog", "fused_infer_attention_mla", "fused_infer_attention_mla_int8", "fused_infer_attention_gqa",
+    "sparse_flash_attention", "lightning_indexer", "lightning_indexer_int8",
+    "moe_gating_top_k", "dequant_swiglu_quant", "swiglu", "dynamic_quant", "add_rms_norm",
     "rms_norm", "all_gather", "reduce_scatter", "all_reduce", "all_to_all",
 })
 """Kernels that fuse into a SuperKernel: AscendC kernels and the collectives that torchair names (dispatch and combine

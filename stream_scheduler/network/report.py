@@ -95,9 +95,10 @@ def estimate_schedule(schedule: Schedule, machine: Machine) -> StepEstimate:
     return StepEstimate(schedule, machine, simulate(schedule, machine))
 
 
-def estimate_memory(model: Model, load: Load, parallel: Parallel, quant: Quantisation, hardware: Hardware) -> Memory:
+def estimate_memory(model: Model, load: Load, parallel: Parallel, quant: Quantisation, hardware: Hardware,
+                    constants: Constants | None = None) -> Memory:
     """Memory of one die for the same arguments."""
-    return memory(Scene(model, load, parallel, quant), hardware.hbm_bytes)
+    return memory(Scene(model, load, parallel, quant), hardware.hbm_bytes, constants or load_constants())
 
 
 def _rows(spans: Iterable[Span]) -> tuple[Row, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from dataclasses import dataclass, fields
 
 from cannopy.stream_scheduler.network.model import Model
@@ -16,7 +17,7 @@ class SettingError(ValueError):
 class Load:
     """``phase`` decode: ``batch`` sequences per die, ``context`` cached tokens each, 1 + ``next_n`` query tokens each
     (``next_n`` drafts to verify, and as many draft steps). ``phase`` prefill: ``context`` new tokens per sequence.
-    ``batch`` below 1: only that share of the dies has a sequence."""
+    ``batch`` below 1: only that share of the dies has a sequence; above 1 it is a whole number."""
 
     phase: str = "decode"
     batch: float = 1
@@ -26,8 +27,11 @@ class Load:
     def __post_init__(self) -> None:
         if self.phase not in ("decode", "prefill"):
             raise SettingError(f"phase is decode or prefill, not {self.phase!r}")
-        if self.batch <= 0 or self.context < 1 or self.next_n < 0:
+        if not 0 < self.batch < math.inf or self.context < 1 or self.next_n < 0:
             raise SettingError("batch and context are above 0, next_n is 0 or more")
+        if self.batch > 1 and self.batch != round(self.batch):
+            raise SettingError(f"a die has a whole number of sequences, found {self.batch:g}; a batch below 1 is the "
+                               "share of the dies that have one")
 
     @property
     def sequences(self) -> int:
@@ -76,7 +80,9 @@ class Parallel:
                 close = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
                 raise SettingError(f"no group is called {name!r}; did you mean {close[0]!r}? "
                                    f"there are {', '.join(names)}")
-            if not number.isdigit() or int(number) < (name != "dp"):
+            if name in values:
+                raise SettingError(f"{name} is given twice")
+            if not number.isdecimal() or int(number) < (name != "dp"):
                 raise SettingError(f"{name} is a number of dies, found {number!r}")
             values[name] = int(number)
         return cls(**values)

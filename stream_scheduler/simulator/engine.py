@@ -12,6 +12,7 @@ The same schedule gives the same trace.
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass
 
 from cannopy.stream_scheduler.simulator.l2 import L2
@@ -216,12 +217,17 @@ class _Run:
             self.l2.fill(total, fetch.prefetch.weight if fetch is not None else None, part)
 
     def _finish(self) -> None:
-        """Tasks and prefetches that have ended, then tasks that have become ready."""
-        for i in [i for i, one in self.running.items() if one.left <= _EPSILON * max(one.us, 1.0)]:
+        """Tasks and prefetches that have ended, then tasks that have become ready.
+
+        What is left may not be less than what the clock can tell apart, or time would stand still."""
+        tick = math.ulp(self.now)
+        for i in [i for i, one in self.running.items() if one.left <= max(_EPSILON * max(one.us, 1.0), tick)]:
             self._end_task(i, self.running[i])
             del self.running[i]
         fetch = self.fetch
-        if fetch is not None and fetch.left <= _EPSILON * max(fetch.prefetch.bytes, 1.0):
+        if fetch is not None and fetch.left <= max(
+            _EPSILON * max(fetch.prefetch.bytes, 1.0), tick * self.machine.prefetch_rate
+        ):
             span = PrefetchSpan(fetch.prefetch.weight, fetch.start, self.now, fetch.prefetch.bytes, 0.0)
             self.trace.prefetches.append(span)
             self.fetch = None

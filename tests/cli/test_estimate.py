@@ -10,6 +10,7 @@ import pytest
 
 from cannopy.cli import main
 
+FLASH = ["estimate", "longcat-flash", "--parallel", "ep=128,dp=128,o_proj_tp=8,dense_tp=8", "--quant", "w8a8"]
 LITE = ["estimate", "longcat-flash-lite", "--parallel", "ep=8,dp=8", "--quant", "w8a8"]
 
 
@@ -20,7 +21,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 
 def test_a_step_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, *LITE, "--accepted", "0.5", "--json")
+    code, out, _ = run(capsys, *FLASH, "--next-n", "1", "--accepted", "0.5", "--json")
     data = json.loads(out)
     assert code == 0
     assert data["lower_bound_us"] < data["step_us"] == data["serial_us"] == data["device_us"] + data["host_us"]
@@ -88,6 +89,20 @@ def test_one_kernel(capsys: pytest.CaptureFixture[str]) -> None:
     (["deepseek-r1", "--sweep", "batsh=1..4"], "did you mean 'batch'"),
     (["--kernel", "int8_matmull", "m=1"], "did you mean 'int8_matmul'"),
     (["--kernel", "int8_matmul", "m=1", "k=2"], "needs n"),
+    (["--kernel", "int8_matmul", "m=1", "m=2", "k=2", "n=3"], "size m is given twice"),
+    (["--kernel", "int8_matmul", "m=inf", "k=2", "n=3"], "must be positive and finite"),
+    (["--kernel", "int8_matmul", "m=1", "k=2", "n=3", "--cores", "48,24"], "24 cube and 48 vector cores"),
+    (["--kernel", "int8_matmul", "m=1", "k=2", "n=3", "--cores", "²,2"], "--cores takes cube and vector cores"),
+    (["--kernel", "int8_matmul", "m=1", "k=2", "n=3", "--cores", "24"], "--cores 24,48"),
+    (["deepseek-r1", "--batch-per-die", "0"], "above 0"),
+    (["deepseek-r1", "--batch-per-die", "2.5"], "a whole number of sequences"),
+    (["deepseek-r1", "--parallel", "ep=8,ep=16"], "ep is given twice"),
+    (["deepseek-r1", "--parallel", "ep=²"], "ep is a number of dies"),
+    (["deepseek-r1", "--next-n", "1", "--accepted", "1.5"], "more than the 1 drafts"),
+    (["deepseek-r1", "--sweep", "batch=1..²"], "whole numbers"),
+    (["deepseek-r1", "--sweep", "batch=1..2", "--from-graph"], "not a graph"),
+    (["deepseek-r1", "--svg", "x.svg"], "curve of a --sweep"),
+    (["deepseek-r1", "--trace"], "--json of one step"),
     ([], "a MODEL or --kernel is missing"),
 ])
 def test_errors_name_what_would_be_right(
@@ -96,3 +111,11 @@ def test_errors_name_what_would_be_right(
     code, _, err = run(capsys, "estimate", *arguments)
     assert code == 1
     assert message in err
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "-1", "x"])
+def test_numbers_are_finite(capsys: pytest.CaptureFixture[str], value: str) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["estimate", "deepseek-r1", "--batch-per-die", value])
+    assert stopped.value.code == 2
+    assert "expected a number" in capsys.readouterr().err

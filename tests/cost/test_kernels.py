@@ -45,7 +45,9 @@ GROWING = [(k, s.name) for k in ALL for s in k.sizes if s.name not in ("experts"
 @pytest.mark.parametrize(("k", "size"), GROWING, ids=[f"{k.name}-{size}" for k, size in GROWING])
 def test_bytes_and_macs_never_fall_when_a_size_grows(k: Kernel, size: str) -> None:
     base = {s.name: s.default for s in k.sizes if s.default is not None} | some_sizes(k)
-    small, large = k.work(**base), k.work(**base | {size: 2 * base[size]})
+    contained = {part: base[part] / 2 for part, whole in k.at_most if whole == size}
+    base |= contained
+    small, large = k.work(**base | {size: base[size] / 2}), k.work(**base)
     assert large.bytes >= small.bytes
     assert large.macs >= small.macs
     if not (k.name == "sparse_flash_attention" and size == "selected"):  # more than the context are never read
@@ -120,6 +122,8 @@ def test_selected_tokens_are_no_more_than_there_are() -> None:
         ({"m": 1, "k": 1, "n": 1, "kk": 2}, "no size 'kk'; did you mean 'k'"),
         ({"m": 0, "k": 1, "n": 1}, "m must be positive"),
         ({"m": math.nan, "k": 1, "n": 1}, "m must be positive"),
+        ({"m": math.inf, "k": 1, "n": 1}, "m must be positive and finite"),
+        ({"m": 1e200, "k": 1e200, "n": 1}, "beyond all numbers"),
     ],
 )
 def test_wrong_sizes_are_named(sizes: dict[str, float], message: str) -> None:
@@ -130,3 +134,26 @@ def test_wrong_sizes_are_named(sizes: dict[str, float], message: str) -> None:
 def test_an_unknown_kernel_gets_the_nearest() -> None:
     with pytest.raises(UnknownKernelError, match="did you mean 'int8_matmul'"):
         kernel("int8_matmull")
+
+
+@pytest.mark.parametrize("k", [k for k in ALL if k.at_most], ids=lambda k: k.name)
+def test_a_part_is_not_larger_than_the_whole(k: Kernel) -> None:
+    base = some_sizes(k)
+    for part, whole in k.at_most:
+        k.work(**base | {part: base[whole]})
+        with pytest.raises(SizeError, match=f"{part}=.* is more than {whole}="):
+            k.work(**base | {part: base[whole] + 1})
+
+
+@pytest.mark.parametrize("k", [k for k in ALL if any(s.name == "ranks" for s in k.sizes)], ids=lambda k: k.name)
+def test_a_group_has_a_die(k: Kernel) -> None:
+    assert k.work(**some_sizes(k) | {"ranks": 1}).link_bytes == 0
+    with pytest.raises(SizeError, match="ranks is at least 1"):
+        k.work(**some_sizes(k) | {"ranks": 0.5})
+
+
+def test_every_kernel_that_chooses_k_of_n_checks_it() -> None:
+    for k in ALL:
+        names = {s.name for s in k.sizes}
+        for pair in (("top_k", "experts"), ("local_experts", "experts")):
+            assert pair in k.at_most or not names >= set(pair), k.name

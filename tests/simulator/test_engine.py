@@ -129,3 +129,12 @@ def test_a_hang_and_a_wrong_schedule_are_errors() -> None:
 def test_the_same_schedule_gives_the_same_trace() -> None:
     schedule = two_streams("S0")
     assert simulate(schedule, machine()).to_dict() == simulate(schedule, machine()).to_dict()
+
+
+@pytest.mark.parametrize("long", [1.0, 1e9 / 3, 1e12 / 3, 1e15 / 7])
+def test_time_does_not_stand_still_where_the_clock_is_coarse(long: float) -> None:
+    tasks = (Task("long", Fixed(long)), *(Task(f"t{i}", Fixed(0.1 * i, bytes=1e3)) for i in range(1, 9)))
+    side = (Task("beside", Fixed(long, (0, 0), 1e6), "side"),)
+    trace = simulate(Schedule((*tasks, *side), (Prefetch("w", 1e5, "long"),), graphs=0), machine(gap_us=0.3))
+    assert set(trace.spans) == {t.name for t in (*tasks, *side)}
+    assert trace.us == pytest.approx(long, rel=1e-6, abs=20)

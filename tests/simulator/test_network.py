@@ -6,11 +6,13 @@ import pytest
 
 from cannopy.models import zoo
 from cannopy.stream_scheduler.constants import load_constants
+from cannopy.stream_scheduler.cost import kernel_names
 from cannopy.stream_scheduler.hardware import load_hardware
 from cannopy.stream_scheduler.network.builder import Scene
 from cannopy.stream_scheduler.network.memory import cache_total, memory, weight_bytes
 from cannopy.stream_scheduler.network.model import load_model, model_names
 from cannopy.stream_scheduler.network.pricing import Pricing
+from cannopy.stream_scheduler.network.regions import FUSED
 from cannopy.stream_scheduler.network.report import placement_of
 from cannopy.stream_scheduler.network.setting import Load, Parallel, Placement, Quantisation, SettingError
 from cannopy.stream_scheduler.network.step import build
@@ -101,7 +103,8 @@ def test_layouts_that_do_not_fit_are_refused() -> None:
 
 def test_quantisation_halves_what_it_names() -> None:
     model, parallel = load_model("deepseek-v3.2"), Parallel.parse("ep=32,dp=32")
-    found = {name: memory(Scene(model, Load("decode", 1, 65536), parallel, Quantisation.parse(name)), A3.hbm_bytes)
+    found = {name: memory(Scene(model, Load("decode", 1, 65536), parallel, Quantisation.parse(name)), A3.hbm_bytes,
+                          load_constants())
              for name in ("bf16", "w8a8c16", "w8a8c8", "w4a8c8")}
     experts = 58 * 8 * 3 * 7168 * 2048
     assert found["w8a8c8"].weights - found["w4a8c8"].weights == pytest.approx(experts / 2)
@@ -116,3 +119,37 @@ def test_a_placement_changes_order_constraints_only() -> None:
     side = build(model, load, parallel, quant, Placement(side_stream=True), PRICING)
     assert [t.name for t in serial.tasks] == [t.name for t in side.tasks]
     assert all(set(a.deps) <= set(b.deps) for a, b in zip(serial.tasks, side.tasks, strict=True))
+
+
+def test_experts_of_dies_that_share_heads_divide_the_tokens_and_gather_the_sums() -> None:
+    """Eight dies with the same 16 tokens: two rows of each go out from a die, all 16 come together again."""
+    schedule = step("qwen3-235b-a22b", Load("decode", 16, 4096), "attn_tp=8,ep=8")
+    sizes = {task.label: dict(task.load.work.sizes) for task in schedule.tasks if task.layer == 0}
+    assert sizes["dispatch"]["tokens"] == 2
+    assert sizes["experts_all_gather"] == {"ranks": 8, "bytes_per_rank": 2 * 2 * 4096}
+    assert sizes["experts_gate_up"]["tokens"] == 16
+    alone = step("qwen3-235b-a22b", Load("decode", 16, 4096), "attn_tp=8")
+    sizes = {task.label: dict(task.load.work.sizes) for task in alone.tasks if task.layer == 0}
+    assert sizes["init_routing"]["tokens"] == sizes["experts_gate_up"]["tokens"] == sizes["finalize"]["tokens"] == 2
+
+
+def test_weights_in_memory_are_those_that_the_kernels_of_a_die_read() -> None:
+    """With so many tokens that every expert is active; the embedding is read by rows and not compared."""
+    for name, parallel in (("deepseek-v3", "attn_tp=8,moe_tp=8"), ("qwen3-32b", "attn_tp=4"),
+                           ("deepseek-v3.2", "ep=16,dp=16,o_proj_tp=4,dense_tp=4"),
+                           ("longcat-flash", "ep=32,dp=32,dense_tp=8,o_proj_tp=8"),
+                           ("qwen3-235b-a22b", "attn_tp=8,ep=8")):
+        layout, model = Parallel.parse(parallel), load_model(name)
+        for quant in ("bf16", "w8a8c16", "w4a8c16"):
+            load = Load("decode", 4096, 4096)
+            tasks = step(name, load, parallel, quant).tasks
+            read = sum(t.load.work.weight_bytes for t in tasks
+                       if t.label != "embedding" and "norm" not in t.load.kernel)
+            held = weight_bytes(Scene(model, load, layout, Quantisation.parse(quant)))
+            assert read == pytest.approx(held - 2 * model.vocab * model.hidden, rel=0.01), (name, quant)
+
+
+def test_a_kernel_fuses_into_a_super_kernel_in_each_of_its_dtypes() -> None:
+    assert set(kernel_names()) >= FUSED
+    stems = {name.removesuffix("_int8") for name in FUSED}
+    assert not [name for name in kernel_names() if name.removesuffix("_int8") in stems and name not in FUSED]

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import sympy
 
-from cannopy.stream_scheduler.cost.kernel import Kernel, Role, sizes
+from cannopy.stream_scheduler.cost.kernel import Kernel, Role, Size, sizes
 
 SOURCE = "HCCL user guide, introduction to the collective algorithms (alpha-beta-gamma model)"
 _SIZES, (_P, _N) = sizes(
-    "ranks: dies of the group", "bytes_per_rank: bytes of one rank's shard; all_reduce: of the tensor"
+    Size("ranks", "dies of the group", least=1), "bytes_per_rank: bytes of one rank's shard; all_reduce: of the tensor"
 )
 
 

@@ -6,7 +6,7 @@ Each token sends ``top_k`` rows; a row of ``hidden`` elements carries 512 bytes 
 
 from __future__ import annotations
 
-from cannopy.stream_scheduler.cost.kernel import Kernel, Role, sizes
+from cannopy.stream_scheduler.cost.kernel import Kernel, Role, Size, sizes
 
 SOURCE = "op-plugin documentation of npu_moe_distribute_dispatch_v2 and npu_moe_distribute_combine_v2"
 ROW_PADDING = 512
@@ -17,7 +17,7 @@ def _exchange(name: str, summary: str, payload_bytes: int) -> Kernel:
         "tokens: tokens on this die",
         "top_k: experts per token",
         "hidden: hidden size",
-        "ranks: dies of the expert-parallel group",
+        Size("ranks", "dies of the expert-parallel group", least=1),
         f"payload_bytes={payload_bytes}: bytes an element on the link",
     )
     payload = t * k * (h * e + (ROW_PADDING if payload_bytes == 1 else 0))

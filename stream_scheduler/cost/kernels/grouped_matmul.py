@@ -51,6 +51,7 @@ def _grouped(name: str, dtype: str, x_bytes: float, w_bytes: float) -> Kernel:
         cube=True,
         vector=False,
         contract="npu_grouped_matmul",
+        at_most=(("top_k", "experts"), ("local_experts", "experts")),
     )
 
 

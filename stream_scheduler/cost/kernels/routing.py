@@ -18,6 +18,7 @@ GATING = Kernel(
     vector_ops=_T * _E * (8 + sympy.log(_E, 2)),
     counts={"rows": _T},
     contract="npu_moe_gating_top_k",
+    at_most=(("top_k", "experts"),),
 )
 
 _INIT, (_IT, _IK, _IH, _IB) = sizes(

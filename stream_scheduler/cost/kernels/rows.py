@@ -66,6 +66,7 @@ TOP_K = Kernel(
     write={Role.ACTIVATIONS: _TR * _TK * 8},
     vector_ops=_TR * _TW * (sympy.log(_TK + 1, 2) + 1),
     counts={"rows": _TR},
+    at_most=(("k", "width"),),
 )
 
 KERNELS = (

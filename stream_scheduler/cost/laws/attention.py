@@ -59,7 +59,9 @@ def lightning_indexer(work: Work, chip: Chip) -> Parts:
     """
     c = chip.constants
     cores = min(chip.vector_cores, math.ceil(work.counts["tasks"] * c["lightning_indexer.split"]))
-    select = 1e6 * work.counts["select_cycles"] / (cores * chip.hardware.clock_hz)
+    cycles = (c["lightning_indexer.searched_cycles"] * work.counts["searched"]
+              + c["lightning_indexer.kept_cycles"] * work.counts["kept"])
+    select = 1e6 * cycles / (cores * chip.hardware.clock_hz)
     return Parts(
         launch=c["lightning_indexer.fixed"],
         hbm=chip.hbm_us(chip.from_hbm(work), c["attention_decode.hbm"]),

@@ -253,7 +253,8 @@ def _rewrite(match: Match, context: Context) -> None:
 
 
 def _rule(equation: str, weights: Pattern, normed: bool, near: int = 6) -> Rule:
-    return Rule(NAME, equation, weights, _rewrite, _checks(normed), "npu_moe_gating_top_k", near, TOPK)
+    core = None if near == NEVER else TOPK
+    return Rule(NAME, equation, weights, _rewrite, _checks(normed), "npu_moe_gating_top_k", near, core)
 
 
 def _scaled(weights: Pattern) -> Pattern:

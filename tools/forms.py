@@ -87,7 +87,7 @@ def page(found: dict[str, dict[str, Any]], torch_version: str, day: str) -> str:
 
 NOTES = (
     "The last column compares logits with those of the same weights in fp32: median over the tokens of the relative "
-    "error, for the fused graph and for the plain model.",
+    "error, for the fused graph and for the plain model. A version that is not in a table does not have the model.",
     "",
     "What differs between the versions and fuses all the same:",
     "",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cannopy.backend.host.activate import activate
+from tools import forms
 from tools.forms_probe import MODELS, row
 
 DENSE = ("llama", "qwen2", "qwen3")
@@ -27,3 +28,16 @@ def test_expected_counts_grow_with_the_layers() -> None:
     assert counts["moe_experts"] == counts["moe_gating_top_k"] == 60
     assert counts["add_rms_norm"] == 122
     assert all(sum(m.counts(6).values()) > sum(m.counts(5).values()) for m in MODELS.values())
+
+
+def test_the_table_of_versions_tells_what_is_wrong() -> None:
+    row = {"about": "Three layers.", "expected": {"swiglu": 3}, "found": {"swiglu": 3}, "fused": 0.01, "plain": 0.01}
+    rows = {"4": row, "5": {**row, "found": {}}, "6": {**row, "fused": 0.02},
+            "7": {"about": "", "error": "ValueError: x"}}
+    found = {version: {"qwen2": {"decode": r}} for version, r in rows.items()}
+    assert forms.wrong(found) == [
+        "transformers 5, qwen2, decode: swiglu 0 of 3",
+        "transformers 6, qwen2, decode: error 2.00e-02, plain bf16 1.00e-02",
+        "transformers 7, qwen2, decode: ValueError: x",
+    ]
+    assert "| 5 | decode | 0 / 3 | 1.0e-02 / 1.0e-02 |" in forms.page(found, "2.13.0", "2026-01-01")

@@ -104,11 +104,19 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     """`CannopyError` for arguments that say nothing together."""
     if args.accepted is not None and args.accepted > args.next_n and not args.from_graph:
-        raise CannopyError(f"--accepted {args.accepted:g} is more than the {args.next_n} drafts of a step", "--next-n")
-    if args.sweep and (args.from_graph or args.size in ("tiny", "small")):
-        raise CannopyError("--sweep takes a described model, not a graph, whose sizes are fixed")
+        raise CannopyError(f"--accepted {args.accepted:g} is more than the {args.next_n} drafts of a step",
+                           "give the number of drafts with --next-n")
+    if args.from_graph or args.size in ("tiny", "small"):
+        if args.sweep:
+            raise CannopyError("--sweep takes a described model, not a graph, whose sizes are fixed")
+        for name, given in (("--parallel", args.parallel), ("--quant", args.quant != "bf16"), ("--next-n", args.next_n),
+                            ("--plan", args.plan != "serial")):
+            if given:
+                raise CannopyError(f"{name} is for described models; a graph is priced as it is")
     if args.svg and not args.sweep:
         raise CannopyError("--svg draws the curve of a --sweep", "--sweep batch=1..512")
+    if args.svg and not args.svg.absolute().parent.is_dir():
+        raise CannopyError(f"--svg {args.svg}: there is no folder {args.svg.absolute().parent}")
     if args.trace and (args.sweep or not args.json):
         raise CannopyError("--trace is part of the --json of one step", "leave --sweep out, add --json")
 

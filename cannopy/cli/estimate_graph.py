@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import Any, cast
 
 from cannopy.cli import estimate_view
 from cannopy.cli.common import console, load_model, print_json, working
 from cannopy.errors import CannopyError, unknown
-from cannopy.options import PHASES, TARGETS, Options
+from cannopy.options import PHASES, Options, Target
+from cannopy.stream_scheduler.hardware import UnknownHardwareError, load_hardware
 
 
 def run_graph(args: argparse.Namespace) -> int:
     """Capture and lower the model without weights, then price each kernel of its graph."""
-    if args.target not in TARGETS:
-        raise CannopyError(unknown("target of a compilation", args.target, TARGETS))
+    target = _family(args.target)
     if args.phase not in PHASES:
         raise CannopyError(unknown("phase", args.phase, PHASES))
     load = argparse.Namespace(
@@ -34,7 +34,7 @@ def run_graph(args: argparse.Namespace) -> int:
     screen = console(args)
     with working(screen, f"capturing {args.phase} of {loaded.name} for {args.target}"):
         state.prepare_state(loaded.model, inputs, kwargs, method=loaded.method)
-        options = Options(phase=args.phase, target=args.target, use_cache=False)
+        options = Options(phase=args.phase, target=target, use_cache=False)
         program, _ = api.lower(loaded.model, loaded.method, inputs, kwargs, options, {})
     from cannopy.prediction import predict
 
@@ -51,3 +51,11 @@ def run_graph(args: argparse.Namespace) -> int:
                      + ", ".join(f"{name} ({count})" for name, count in sorted(unmapped.items())))
     screen.print("[dim]attention is priced for full caches; quantisation and parallel layout are those of the graph[/]")
     return 0
+
+
+def _family(target: str) -> Target:
+    """The product that the chip called ``target`` belongs to, for which the graph is compiled."""
+    try:
+        return cast(Target, load_hardware(target).family)
+    except UnknownHardwareError as error:
+        raise CannopyError(str(error)) from None

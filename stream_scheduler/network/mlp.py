@@ -148,8 +148,14 @@ def _shared_down(b: Builder, s: Scene, act: str, up: str) -> str:
 
 
 def _cut(b: Builder, s: Scene, x: str, picked: str) -> str:
-    """Every expert cut in width over ``moe_tp`` dies that hold the same tokens, whose sums are all-reduced."""
-    e, T, hidden, tp = _experts(s), s.tokens, s.model.hidden, s.parallel.moe_tp
+    """Every expert cut in width over ``moe_tp`` dies. They hold the same tokens where heads are cut as well, and the
+    sums are all-reduced; data-parallel dies gather their tokens first and scatter the sums."""
+    e, own, hidden, tp = _experts(s), s.tokens, s.model.hidden, s.parallel.moe_tp
+    apart = s.parallel.attn_tp == 1
+    T = own * tp if apart else own
+    if apart:
+        x = b.call("moe_all_gather", "all_gather", x, ranks=tp, bytes_per_rank=2 * own * hidden)
+        picked = b.call("picked_all_gather", "all_gather", picked, ranks=tp, bytes_per_rank=8 * own * e.top_k)
     sent = _route(b, s, x, picked, T)
     rows = max(1.0, T * e.top_k * e.experts / e.targets)
     if s.is_int8("experts"):
@@ -164,4 +170,6 @@ def _cut(b: Builder, s: Scene, x: str, picked: str) -> str:
     if e.shared_width:
         shared = gated(b, s, "shared", "shared", x, T, e.shared_width / tp)
         out = b.call("shared_add", "elementwise", out, shared, elements=T * hidden, inputs=2)
+    if apart:
+        return b.call("moe_reduce_scatter", "reduce_scatter", out, ranks=tp, bytes_per_rank=2 * own * hidden)
     return b.call("moe_all_reduce", "all_reduce", out, ranks=tp, bytes_per_rank=2 * T * hidden)

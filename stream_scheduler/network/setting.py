@@ -101,16 +101,34 @@ class Parallel:
                                f"times o_proj_tp={self.o_proj_tp}")
         if self.attn_tp > 1 and self.o_proj_tp > 1:
             raise SettingError("attn_tp already divides o_proj; leave o_proj_tp out")
-        if self.ep > 1 and model.experts is None:
-            raise SettingError(f"{model.title} has no experts; leave ep out")
+        for name, size in (("dense_tp", self.dense_tp), ("lm_head_tp", self.lm_head_tp)):
+            if self.attn_tp > 1 and size not in (1, self.attn_tp):
+                raise SettingError(f"attn_tp={self.attn_tp} already divides what {name}={size} would; leave {name} out")
+        for name, size in (("ep", self.ep), ("moe_tp", self.moe_tp)):
+            if size > 1 and model.experts is None:
+                raise SettingError(f"{model.title} has no experts; leave {name} out")
         if model.experts is not None and model.experts.experts % self.ep:
             raise SettingError(f"{model.experts.experts} experts cannot be divided by ep={self.ep}")
         if self.ep > 1 and self.moe_tp > 1:
             raise SettingError("experts are spread (ep) or cut (moe_tp), not both")
+        if self.attn_tp > 1 and self.attn_tp % self.moe_tp:
+            raise SettingError(f"moe_tp={self.moe_tp} is no part of attn_tp={self.attn_tp}, which it has to divide")
+        self._check_widths(model)
         for f in fields(self):
             size = getattr(self, f.name)
             if size and self.dies % size:
                 raise SettingError(f"{self.dies} dies cannot be divided into groups of {f.name}={size}")
+
+    def _check_widths(self, model: Model) -> None:
+        """`SettingError` when a matrix cannot be cut into so many equal parts."""
+        kv_heads, cut = model.attention.kv_heads, self.attn_tp
+        if kv_heads and kv_heads % cut and cut % kv_heads:
+            raise SettingError(f"{kv_heads} key and value heads can neither be divided by attn_tp={cut} nor repeated")
+        dense = cut if cut > 1 else self.dense_tp
+        if model.dense_width % dense:
+            raise SettingError(f"a dense MLP of width {model.dense_width} cannot be divided by {dense}")
+        if model.experts is not None and model.experts.width % self.moe_tp:
+            raise SettingError(f"experts of width {model.experts.width} cannot be divided by moe_tp={self.moe_tp}")
 
 
 _BYTES = {"bf16": 2.0, "int8": 1.0, "int4": 0.5}

@@ -153,3 +153,15 @@ def test_a_kernel_fuses_into_a_super_kernel_in_each_of_its_dtypes() -> None:
     assert set(kernel_names()) >= FUSED
     stems = {name.removesuffix("_int8") for name in FUSED}
     assert not [name for name in kernel_names() if name.removesuffix("_int8") in stems and name not in FUSED]
+
+
+def test_data_parallel_dies_that_share_experts_gather_their_tokens() -> None:
+    schedule = step("qwen3-235b-a22b", Load("decode", 2, 4096), "dp=8,moe_tp=8")
+    sizes = {task.label: dict(task.load.work.sizes) for task in schedule.tasks if task.layer == 0}
+    assert sizes["moe_all_gather"] == sizes["moe_reduce_scatter"] == {"ranks": 8, "bytes_per_rank": 2 * 2 * 4096}
+    assert sizes["experts_gate_up"]["tokens"] == sizes["finalize"]["tokens"] == 16
+    same = step("qwen3-235b-a22b", Load("decode", 2, 4096), "attn_tp=8,moe_tp=8")
+    sizes = {task.label: dict(task.load.work.sizes) for task in same.tasks if task.layer == 0}
+    assert sizes["experts_gate_up"]["tokens"] == 2
+    assert "moe_all_gather" not in sizes
+    assert "moe_all_reduce" in sizes

@@ -71,10 +71,12 @@ def _stopped(rule: Rule, node: fx.Node, stop: Stop, log: Log) -> None:
 
 def _refused(rule: Rule, match: Match, refusal: Refusal) -> Miss:
     anchor, place = match.anchor, refusal.node if refusal.node is not None else match.anchor
+    readers = (n for n in match.nodes if place in n.all_input_nodes)
+    line = place if place.op == "call_function" else next(readers, anchor)
     return Miss(
-        rule.name, anchor.name, refusal.reason, place.name, where(place), anchor.meta.get("layer"),
+        rule.name, anchor.name, refusal.reason, place.name, where(line), anchor.meta.get("layer"),
         str(anchor.meta.get("module_path", "")), len(match.nodes), len(match.nodes), refusal.kind, refusal.expected,
-        refusal.found, refusal.remedy, refusal.clause, source_text(place), True, tuple(n.name for n in match.nodes),
+        refusal.found, refusal.remedy, refusal.clause, source_text(line), True, tuple(n.name for n in match.nodes),
     )
 
 

@@ -265,7 +265,7 @@ def nearest(pattern: Pattern, anchor: fx.Node, stop: Stop) -> Stop:
     best = stop
     if found is not None and found.matched >= stop.matched:
         # Where the exact search got past the place in another way, it knows better what differs.
-        passed = found.value in stop.nodes
+        passed = found.kind != "order" and found.value in stop.nodes
         best = replace(stop, matched=found.matched) if passed else found
     return replace(best, total=max(size_of(pattern), best.matched + 1))
 

@@ -127,12 +127,12 @@ class Log:
         applied = {(h.rule, n) for h in self.hits for n in (*h.nodes, h.node)}
         taken: set[tuple[str, str]] = set()
         longer: set[tuple[str, str]] = set()
-        refused: set[tuple[str, str, str]] = set()
+        refused: set[tuple[str, int | None, str, str]] = set()
         order = sorted(range(len(self.attempts)), key=lambda i: (-self.attempts[i].matched, not self.attempts[i].whole))
         kept: list[int] = []
         for i in order:
             miss = self.attempts[i]
-            anchor, reason = (miss.rule, miss.anchor), (miss.rule, miss.node, miss.reason)
+            anchor, reason = (miss.rule, miss.anchor), (miss.rule, miss.layer, miss.node, miss.reason)
             mine = {anchor, *((miss.rule, name) for name in miss.nodes)}
             # A whole form that a check refused is told of although a shorter form of the rule applied inside it.
             settled = {anchor, (miss.rule, miss.node)} | (set() if miss.whole else mine)

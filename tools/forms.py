@@ -103,6 +103,12 @@ NOTES = (
     "transformers 4.57 keeps keys and values of a static cache at one head size, so `v_head_dim` equals the query's "
     "there, and its caches do not know their length: calls pass `cache_position`.",
     "",
+    "transformers 5.14 expands keys and values of DeepSeek-V3.2 before it caches them. There is no latent cache to "
+    "attend or to write, so its indexer, norms and rotary fuse one by one. It is measured with "
+    "`attn_implementation='eager'`: with 'sdpa' that version makes no mask in an eager prefill and a boolean one when "
+    "it is traced, which it adds to the indexer's scores, so that a traced prefill computes something else (mended by "
+    "5.24).",
+    "",
     "Not covered yet: attention without an indexer (MLA of DeepSeek-V3, grouped queries of Qwen and Llama) stays plain "
     "attention.",
 )

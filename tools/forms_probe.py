@@ -54,6 +54,7 @@ class Model:
     about: str
     sizes: dict[str, Any]
     counts: Counts
+    attention: str | None = None
 
 
 def _decoder(per_layer: dict[str, int], outside: dict[str, int] | None = None) -> Counts:
@@ -68,6 +69,16 @@ def _decoder(per_layer: dict[str, int], outside: dict[str, int] | None = None) -
     return counts
 
 
+def _caches_latents() -> bool:
+    """Whether this DeepSeek-V3.2 caches latents; that of transformers 5.14 caches keys and values of every head."""
+    if not hasattr(transformers, "DeepseekV32Config"):
+        return True
+    from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention
+
+    return hasattr(DeepseekV32Attention, "expand_kv")
+
+
+LATENTS = _caches_latents()
 ROUTED = {"moe_gating_top_k": 1, "moe_experts": 1}
 FIRST_DENSE = {"moe_gating_top_k": -1, "moe_experts": -1}
 MODELS = {
@@ -76,8 +87,10 @@ MODELS = {
                                                   FIRST_DENSE)),
     "deepseek_v32": Model("DeepseekV32", "As deepseek_v3, with the indexer: norms and rotary of the latents are "
                           "part of the prolog.", {**MLA, **INDEXER},
-                          _decoder({"sparse_flash_attention": 1, "mla_prolog": 1, "rotary_mul": 2, "swiglu": 1,
-                                    **ROUTED}, FIRST_DENSE)),
+                          _decoder({"sparse_flash_attention": int(LATENTS), "mla_prolog": int(LATENTS),
+                                    "rms_norm": 0 if LATENTS else 2, "interleave_rope": 0 if LATENTS else 2,
+                                    "rotary_mul": 2, "swiglu": 1, **ROUTED}, FIRST_DENSE),
+                          None if LATENTS else "eager"),
     "llama": Model("Llama", "Dense, grouped queries.", GQA, _decoder({"rotary_mul": 2, "swiglu": 1})),
     "qwen2": Model("Qwen2", "Dense, bias in q, k and v.", {}, _decoder({"rotary_mul": 2, "swiglu": 1})),
     "qwen3": Model("Qwen3", "Dense, norms of q and k.", GQA, _decoder({"rms_norm": 2, "rotary_mul": 2, "swiglu": 1})),
@@ -93,7 +106,7 @@ def build(model: Model, layers: int, seed: int = 0) -> torch.nn.Module:
     if hasattr(config, "rope_scaling") and MAJOR < 5:
         config.rope_scaling = None
     made: torch.nn.Module = getattr(transformers, f"{model.architecture}ForCausalLM")._from_config(
-        config, dtype=torch.bfloat16)
+        config, dtype=torch.bfloat16, **({"attn_implementation": model.attention} if model.attention else {}))
     lively_(made.eval(), seed)
     with torch.no_grad():
         for name, buffer in made.named_buffers():

@@ -7,6 +7,7 @@ import functools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from tests.rules.table import NEVER_SEEN
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 FOLDERS = ("engine", "lift", "rewrite", "lower")
+DEPTH = 3
+"""Calls on the way to a refusal that count as places: functions that make one are called by others that do."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +83,11 @@ class Reached:
 
         @functools.wraps(plain)
         def noted(self_: Refusal, *args: Any, **kwargs: Any) -> None:
-            frame = sys._getframe(1)
-            for place in filter(None, (frame, frame.f_back)):  # the second is the caller of a function that makes one
-                self.lines.add((Path(place.f_code.co_filename).name, place.f_lineno))
+            frame: FrameType | None = sys._getframe(1)
+            for _ in range(DEPTH):
+                if frame is not None:
+                    self.lines.add((Path(frame.f_code.co_filename).name, frame.f_lineno))
+                    frame = frame.f_back
             plain(self_, *args, **kwargs)
 
         Refusal.__init__ = noted  # type: ignore[method-assign]

@@ -202,6 +202,9 @@ REFUSES: dict[str, tuple[Callable[[], Traced], str]] = {
     "weights are arguments": (lambda: traced(parameters=()), "must be parameters"),
     "weights are computed": (lambda: trace(
         lambda x, i, s, a, b: Experts()(x, i, s, a + 1, b), *operands(), parameters=[3, 4]), "must be parameters"),
+    "weights [E, K, N] are computed": (lambda: trace(
+        lambda x, i, s, a, b: Experts(transposed=True)(x, i, s, a + 1, b), *operands(transposed=True),
+        parameters=[3, 4]), "expert weights must be parameters [E, N, K] or [E, K, N], found a computed value"),
     "sum read too": (lambda: trace(
         lambda *a: ((r := Experts(cast=False)(*a)).bfloat16(), r + 1), *operands(), parameters=[3, 4]),
         "the experts' result has other readers"),

@@ -32,6 +32,7 @@ class Router:
     eps: float | None = 1e-20
     factor: float = 2.5
     largest: bool = True
+    group_largest: bool = True
     sum_dim: int = -1
     experts: int = 16
 
@@ -70,7 +71,7 @@ class Router:
             "amax": lambda g: g.amax(dim=-1),
             "mean": lambda g: g.mean(dim=-1),
         }[self.group_score](grouped)
-        ids = torch.topk(rank, self.k_group, dim=-1, sorted=False)[1]
+        ids = torch.topk(rank, self.k_group, dim=-1, largest=self.group_largest, sorted=False)[1]
         if self.mask == "reference":
             drop = rank.new_ones(rank.shape, dtype=torch.bool).scatter(1, ids, False)
             return grouped.masked_fill(drop.unsqueeze(-1), self.fill).flatten(1)
@@ -167,6 +168,7 @@ REFUSES: dict[str, tuple[Router, str]] = {
     "top three": (Router(group_score="three"), "a group's score is the sum of its 3 best"),
     "mean of group": (Router(group_score="mean"), "found aten.mean"),
     "smallest": (Router(largest=False), "does not take the largest scores"),
+    "smallest groups": (Router(group_largest=False), "the groups with the largest scores must stay"),
     "fp64 bias": (Router(bias="fp64"), "to which that cannot be widened exactly"),
     "number as bias": (Router(bias="number"), "the bias must be a tensor of shape [16]"),
     "tanh": (Router(activation="tanh"), "found aten.tanh"),

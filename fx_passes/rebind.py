@@ -58,7 +58,9 @@ def rebind(program: Program, editor: Editor, placeholder: fx.Node, view: Sequenc
         if _writes(user, placeholder):
             value = user.args[1]
             assert isinstance(value, fx.Node)
-            with editor.before(user):
+            # Before all copies: nothing but copies may stand between them.
+            first = editor.graph.find_nodes(op="call_function", target=aten.copy_.default)[0]
+            with editor.before(first, like=user):
                 user.args = (placeholder, editor.reshape(value, view), *user.args[2:])
             user.meta["val"] = placeholder.meta["val"]
     index = program.position(placeholder.name)

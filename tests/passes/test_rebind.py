@@ -7,6 +7,7 @@ import torch
 
 from cannopy.fx_passes import rebind
 from cannopy.fx_passes.graph import Editor, aten, shape
+from cannopy.fx_passes.verifier import Verifier
 from tests.passes.graphs import program_of, run, same
 
 B, L, D = 2, 8, 4
@@ -105,3 +106,25 @@ def test_refuses_a_second_view():
     rebind.rebind(program, editor, placeholder, [B * L, D])
     with pytest.raises(rebind.RebindError, match="already seen as"):
         rebind.rebind(program, editor, placeholder, [1, B * L, D])
+
+
+def test_the_copies_stay_together_at_the_end():
+    def two_caches(a, b, index, value):
+        new = torch.ops.aten.index_copy(a, 1, index, value)
+        return new.sum(1), torch.ops.aten.index_copy(b, 1, index, value + 1), new
+
+    inputs = torch.randn(B, L, D), torch.randn(B, L, D), torch.tensor([3]), torch.randn(B, 1, D)
+
+    def flipped(a, b, index, value):
+        total, new_b, new_a = two_caches(a, b, index, value)
+        return total, new_a, new_b
+
+    program = program_of(flipped, *inputs, mutated=[0, 1])
+    before = run(program, *inputs)
+    editor = Editor(program.gm)
+    for placeholder in list(program.gm.graph.find_nodes(op="placeholder"))[:2]:
+        rebind.rebind(program, editor, placeholder, [B * L, D])
+    Verifier(program).verify(program)
+    after = run(program, *inputs)
+    assert same(before[0], after[0])
+    assert same(before[1], after[1])

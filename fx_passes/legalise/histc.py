@@ -1,4 +1,4 @@
-"""histc(x, n, low, high)  →  sum(bin(x) == arange(n)); of integers with a bin each  →  sum(ids == arange(low, high+1))."""
+"""histc(x, n, low, high)  →  sum(bin(x) == arange(n)); integers with a bin each: sum(ids == arange(low, high+1))."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ one host lowers for different chips. ``torch.npu.is_available()`` and the device
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -124,14 +125,17 @@ def _replacements() -> dict[str, Callable[[Callable[..., Any]], Callable[..., An
     }
 
 
-def _homes() -> dict[str, Any]:
+def _homes() -> dict[str, tuple[Any, ...]]:
+    """Modules that define the functions. ``torch.npu`` is ``torch_npu.npu`` under a second name, by which Dynamo imports
+    ``utils`` once more as a module of its own: it is imported here, so that no unrouted copy appears later."""
     import torch_npu
 
+    utils = tuple(importlib.import_module(f"{name}.npu.utils") for name in ("torch_npu", "torch"))
     return {
-        "get_soc_version": torch_npu.npu._backends,
-        "get_device_name": torch_npu.npu,
-        "get_cann_version": torch_npu.npu.utils,
-        "_is_gte_cann_version": torch_npu.npu.utils,
+        "get_soc_version": (torch_npu.npu._backends,),
+        "get_device_name": (torch_npu.npu,),
+        "get_cann_version": utils,
+        "_is_gte_cann_version": utils,
     }
 
 
@@ -141,14 +145,15 @@ def install() -> None:
     Replaces each function where it is defined and in every loaded torch_npu or torchair module that imported it
     by name. Idempotent.
     """
+    homes = _homes()
     for attr, make in _replacements().items():
-        home = _homes()[attr]
-        original = getattr(home, attr)
-        if hasattr(original, _MARK):
-            continue
-        routed = make(original)
-        setattr(routed, _MARK, original)
-        replace_everywhere(attr, original, routed)
+        for home in homes[attr]:
+            original = getattr(home, attr)
+            if hasattr(original, _MARK):
+                continue
+            routed = make(original)
+            setattr(routed, _MARK, original)
+            replace_everywhere(attr, original, routed)
 
 
 def replace_everywhere(attr: str, old: Any, new: Any) -> None:

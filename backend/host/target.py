@@ -126,8 +126,11 @@ def _replacements() -> dict[str, Callable[[Callable[..., Any]], Callable[..., An
 
 
 def _homes() -> dict[str, tuple[Any, ...]]:
-    """Modules that define the functions. ``torch.npu`` is ``torch_npu.npu`` under a second name, by which Dynamo imports
-    ``utils`` once more as a module of its own: it is imported here, so that no unrouted copy appears later."""
+    """Modules that define the functions.
+
+    ``torch.npu`` is ``torch_npu.npu`` under a second name, by which Dynamo imports ``utils`` once more as a module of
+    its own: it is imported here, so that no unrouted copy appears later.
+    """
     import torch_npu
 
     utils = tuple(importlib.import_module(f"{name}.npu.utils") for name in ("torch_npu", "torch"))

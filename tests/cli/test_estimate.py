@@ -128,3 +128,16 @@ def test_numbers_are_finite(capsys: pytest.CaptureFixture[str], value: str) -> N
         main(["estimate", "deepseek-r1", "--batch-per-die", value])
     assert stopped.value.code == 2
     assert "expected a number" in capsys.readouterr().err
+
+
+def test_the_page_shows_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "118")
+    page = (Path(__file__).resolve().parents[2] / "docs" / "estimate.md").read_text(encoding="utf-8")
+    example = page[page.index("    $ cannopy estimate") :].split("\n\n", 2)
+    command = example[0].replace("\\\n", " ").split()[2:]
+    code, out, _ = run(capsys, *command)
+    assert code == 0
+    shown, printed = ([line.strip() for line in t.splitlines() if line.strip()] for t in (example[1], out))
+    assert shown == printed

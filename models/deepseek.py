@@ -146,16 +146,13 @@ class DeepseekDecoder(nn.Module):
 class Deepseek(ServingModel):
     """The language model. Parameters have the names of the published checkpoints, experts stacked (see `weights`)."""
 
+    model: DeepseekDecoder
+
     def __init__(self, config: DeepseekConfig) -> None:
         super().__init__()
         self.config = config
         self.model = DeepseekDecoder(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-
-    def hidden(self, tokens: Tensor, step: Step, cache: PagedCache) -> Tensor:
-        """See `ServingModel.hidden`."""
-        y: Tensor = self.model(tokens, step, cache)
-        return y
 
     def new_cache(self, blocks: int, block_size: int = 128) -> PagedCache:
         """See `ServingModel.new_cache`."""

@@ -135,16 +135,13 @@ class LongcatDecoder(nn.Module):
 class Longcat(ServingModel):
     """The language model. Parameters have the names of the published checkpoints, experts stacked (see `weights`)."""
 
+    model: LongcatDecoder
+
     def __init__(self, config: LongcatConfig) -> None:
         super().__init__()
         self.config = config
         self.model = LongcatDecoder(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-
-    def hidden(self, tokens: Tensor, step: Step, cache: PagedCache) -> Tensor:
-        """See `ServingModel.hidden`."""
-        y: Tensor = self.model(tokens, step, cache)
-        return y
 
     def new_cache(self, blocks: int, block_size: int = 128) -> PagedCache:
         """See `ServingModel.new_cache`; two attentions per layer."""

@@ -132,6 +132,8 @@ class QwenDecoder(nn.Module):
 class Qwen(ServingModel):
     """The language model. Parameters have the names of the published checkpoints, experts stacked (see `weights`)."""
 
+    model: QwenDecoder
+
     def __init__(self, config: QwenConfig) -> None:
         super().__init__()
         self.config = config
@@ -139,11 +141,6 @@ class Qwen(ServingModel):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
-
-    def hidden(self, tokens: Tensor, step: Step, cache: PagedCache) -> Tensor:
-        """See `ServingModel.hidden`."""
-        y: Tensor = self.model(tokens, step, cache)
-        return y
 
     def new_cache(self, blocks: int, block_size: int = 128) -> PagedCache:
         """See `ServingModel.new_cache`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,18 +19,19 @@ class PagedCache:
         self.block_size = block_size
 
 
-class ServingModel(nn.Module):
-    """A causal language model for packed tokens and paged caches. Subclasses define `hidden` and `new_cache`."""
+class ServingModel(nn.Module, ABC):
+    """A causal language model for packed tokens and paged caches.
 
+    ``model`` gives normalised hidden states ``[T, hidden]`` for tokens ``[T]``, a step and a cache, into which it
+    writes the step's keys; ``lm_head`` makes logits of them.
+    """
+
+    model: nn.Module
     lm_head: nn.Linear
 
-    def hidden(self, tokens: Tensor, step: Step, cache: PagedCache) -> Tensor:
-        """Normalised hidden states ``[T, hidden]`` of ``tokens`` ``[T]``; writes their keys into ``cache``."""
-        raise NotImplementedError
-
+    @abstractmethod
     def new_cache(self, blocks: int, block_size: int = 128) -> PagedCache:
         """An empty cache of ``blocks`` blocks, block 0 among them."""
-        raise NotImplementedError
 
     def prefill(self, tokens: Tensor, ends: Tensor, slots: Tensor, cache: PagedCache) -> tuple[Tensor, Tensor]:
         """Read whole prompts, packed one behind the other, padding last.
@@ -64,23 +66,27 @@ class ServingModel(nn.Module):
         return self._run(tokens, Decode(tokens.shape[0], lengths, block_table, slots, cache.block_size), cache)
 
     def _run(self, tokens: Tensor, step: Step, cache: PagedCache) -> tuple[Tensor, Tensor]:
-        hidden = self.hidden(tokens, step, cache)
+        hidden = self.model(tokens, step, cache)
         return self.lm_head(step.answers(hidden)), hidden
 
 
-class Draft(nn.Module):
+class Draft(nn.Module, ABC):
     """A multi-token prediction (MTP) module: from the next token and the hidden state before it, guesses the one after.
 
     It shares embedding and head with its target model and has a cache of its own.
     """
 
+    @abstractmethod
     def hidden(self, tokens: Tensor, previous: Tensor, step: Step, cache: PagedCache) -> Tensor:
         """Hidden states of ``tokens`` ``[T]`` and the target's ``previous`` hidden states, both ``[T, hidden]``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def new_cache(self, blocks: int, block_size: int = 128) -> PagedCache:
+        """An empty cache of ``blocks`` blocks, block 0 among them."""
 
     def prefill(
         self, tokens: Tensor, previous: Tensor, ends: Tensor, slots: Tensor, cache: PagedCache

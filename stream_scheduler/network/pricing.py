@@ -23,7 +23,9 @@ class PricedKernel:
     hardware: Hardware
     constants: Constants
     fixed_pools: tuple[bool, bool] = (True, True)
-    _profiles: dict[Any, Profile] = field(default_factory=dict, repr=False)
+    _profiles: dict[tuple[int, int, float], Profile] = field(default_factory=dict, repr=False)
+    _cores: list[tuple[int, int]] = field(default_factory=list, repr=False)
+    """The cores it takes when it may have all: one entry once they are known."""
 
     @property
     def kernel(self) -> str:
@@ -31,11 +33,9 @@ class PricedKernel:
 
     @property
     def cores(self) -> tuple[int, int]:
-        key = "cores"
-        if key not in self._profiles:
+        if not self._cores:
             self.profile(self.hardware.cube_cores, self.hardware.vector_cores, 0.0)
-        found: tuple[int, int] = self._profiles[key]  # type: ignore[assignment]
-        return found
+        return self._cores[0]
 
     def profile(self, cube: int, vector: int, resident: float) -> Profile:
         """Duration on so many cores with ``resident`` bytes of the weights in L2; includes the skew of ranks."""
@@ -49,9 +49,8 @@ class PricedKernel:
             parts = {**found.parts, "launch": found.parts.get("launch", 0.0) + skew}
             self._profiles[key] = Profile(found.us + skew, found.hbm_bytes, tuple(parts.items()),
                                           load_time(found.us, found.parts))
-            if "cores" not in self._profiles:
-                used = found.cube_cores * self.fixed_pools[0], found.vector_cores * self.fixed_pools[1]
-                self._profiles["cores"] = used  # type: ignore[assignment]
+            if not self._cores:
+                self._cores.append((found.cube_cores * self.fixed_pools[0], found.vector_cores * self.fixed_pools[1]))
         return self._profiles[key]
 
 

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import operator
+from collections.abc import Collection, Iterable, Iterator
 
 from torch import fx
+from torch._ops import OpOverload
 
 from cannopy.fusion_rules.engine.match import Match, Matcher, is_one_of, nearest
-from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Op, Pattern, Through
+from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Literal, Op, Pattern, Through
 from cannopy.fusion_rules.engine.record import Hit, Log, Miss, source_text
 from cannopy.fusion_rules.engine.rule import NEVER, Context, Refusal, Rule
 from cannopy.fusion_rules.engine.stop import Stop, describe, short, size_of
 from cannopy.fx_passes import order
-from cannopy.fx_passes.graph import aten, where
+from cannopy.fx_passes.graph import aten, is_call, where
 
 __all__ = ["Log", "apply"]
 
 THOROUGH = 2
 """Matched operations from which a failed attempt is searched for the only place that differs."""
-LOOK_THROUGH = (aten._to_copy.default, aten.reshape.default, aten.expand.default)
+SURE = 3
+"""Matched operations from which an attempt that lacks one place only is near, whatever `Rule.near` says."""
+LEVELS = 8
+"""Operations that read one another, above the core of a formula, among which the formula may end."""
+LOOK_THROUGH = (aten._to_copy.default, aten.reshape.default, aten.expand.default, operator.getitem)
+RECOGNISED = ("cannopy", "npu")
+"""Namespaces of operations that only a rule makes: an attempt that starts at one is always worth a search."""
 
 
 def apply(rules: Iterable[Rule], context: Context, log: Log) -> int:
@@ -32,12 +40,19 @@ def apply(rules: Iterable[Rule], context: Context, log: Log) -> int:
     for i, rule in enumerate(rules):
         log.look(rule, context.editor.operators())
         for node in context.editor.calls(rule.anchors):
-            if node.users or context.editor.is_impure(node):
+            if (node.users or context.editor.is_impure(node)) and _same_output(rule.pattern, node):
                 total += _at(rule, node, context, log)
         context.editor.sweep()
         if last[rule.name] == i:
             _incomplete([r for r in rules if r.name == rule.name], context, log)
     return total
+
+
+def _same_output(pattern: Pattern, node: fx.Node) -> bool:
+    """Whether ``node`` is the output of an operation with several that ``pattern`` starts from; True for others."""
+    if node.target is not operator.getitem or not isinstance(pattern, Op):
+        return True
+    return not isinstance(pattern.args[1], Literal) or pattern.args[1].value == node.args[1]
 
 
 def _at(rule: Rule, node: fx.Node, context: Context, log: Log) -> int:
@@ -61,12 +76,19 @@ def _at(rule: Rule, node: fx.Node, context: Context, log: Log) -> int:
 
 
 def _stopped(rule: Rule, node: fx.Node, stop: Stop, log: Log) -> None:
-    if stop.matched < min(rule.near, THOROUGH):
+    recognised = isinstance(node.target, OpOverload) and node.target.namespace in RECOGNISED
+    if stop.matched < min(rule.near, THOROUGH) and not recognised:
         return
     stop = nearest(rule.pattern, node, stop)
+    log.miss(Miss.stopped(rule.name, node, stop, _near(rule, node, stop)))
+
+
+def _near(rule: Rule, node: fx.Node, stop: Stop) -> bool:
+    """Whether an attempt is worth a report to who did not ask."""
+    if rule.near != NEVER:
+        return stop.reach >= rule.near
     known = rule.core is not None and any(is_one_of(n.target, rule.core.targets) for n in stop.nodes if n is not node)
-    near = stop.reach >= rule.near if rule.near != NEVER else known
-    log.miss(Miss.stopped(rule.name, node, stop, near))
+    return known or (stop.matched >= SURE and stop.matched >= size_of(rule.pattern))
 
 
 def _refused(rule: Rule, match: Match, refusal: Refusal) -> Miss:
@@ -97,16 +119,27 @@ def _incomplete(variants: list[Rule], context: Context, log: Log) -> None:
                 match = Matcher(rule.core).match(node)
                 if match is not None:
                     log.miss(_missing(rule, variants, match))
+                    _around(variants, match, log)
+
+
+def _around(variants: list[Rule], core: Match, log: Log) -> None:
+    """Note the attempts at the readers of a core that have all but one place, which `apply` gave up too early."""
+    level, seen = [core.anchor], {core.anchor}
+    for _ in range(LEVELS):
+        level = [u for n in level for u in n.users if u.op == "call_function" and u not in seen]
+        seen.update(level)
+        for node, rule in ((n, r) for n in level for r in variants if is_one_of(n.target, r.anchors)):
+            matcher = Matcher(rule.pattern)
+            if matcher.match(node) is None and matcher.stop is not None:
+                stop = nearest(rule.pattern, node, matcher.stop)
+                if core.anchor in stop.nodes and stop.matched > len(core.nodes):
+                    log.miss(Miss.stopped(rule.name, node, stop, True))
 
 
 def _missing(rule: Rule, variants: list[Rule], match: Match) -> Miss:
     assert rule.core is not None
     above = [p for v in variants for p in _above(v.pattern, rule.core)]
-    last = match.anchor
-    while len(last.users) == 1 and next(iter(last.users)).target in LOOK_THROUGH:
-        last = next(iter(last.users))
-    readers = [u for u in last.users if u.op != "output"]
-    found = "; ".join(f"{describe(u)} ({where(u)})" for u in readers[:3]) or "the result is an output of the method"
+    last, found = _followed(match.anchor, {p.split(" with ")[0] for p in above})
     total = max(len(match.nodes) + 1, min(size_of(v.pattern) for v in variants))
     count = len(match.nodes)
     wanted = tuple(above) or (min((v.pattern for v in variants), key=size_of),)
@@ -114,7 +147,21 @@ def _missing(rule: Rule, variants: list[Rule], match: Match) -> Miss:
     return Miss.stopped(rule.name, match.anchor, stop, True)
 
 
-def _above(pattern: Pattern, core: Op) -> Iterator[Pattern | str]:
+def _followed(last: fx.Node, wanted: Collection[str]) -> tuple[fx.Node, str]:
+    """What reads ``last``, behind operations that change no value or dtype only: (what they give, the readers)."""
+    casts = []
+    while len(last.users) == 1:
+        reader = next(iter(last.users))
+        if reader.target not in LOOK_THROUGH or short(reader.target) in wanted:
+            break
+        casts += [reader] if is_call(reader, aten._to_copy.default) else []
+        last = reader
+    readers = [u for u in last.users if u.op != "output"]
+    told = "; ".join(f"{describe(u)} ({where(u)})" for u in readers[:3]) or "the result is an output of the method"
+    return last, ", then ".join([*(f"{describe(c)} ({where(c)})" for c in casts), told])
+
+
+def _above(pattern: Pattern, core: Op) -> Iterator[str]:
     """The operations of ``pattern`` that read ``core``."""
     match pattern:
         case Op():

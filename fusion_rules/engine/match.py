@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 
 from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Literal, Number, Op, Pattern, Through
 from cannopy.fusion_rules.engine.stop import Stop, describe, short, size_of, wording
+from cannopy.fx_passes.graph import where
 
 NUMBER_TOLERANCE = 1e-6
 
@@ -87,7 +88,9 @@ class Matcher:
         if best is not None and count == best.matched:
             if best.user is user and best.value is value and best.kind == kind:
                 self.stop = replace(best, wanted=(*best.wanted, *here))
-            return
+                return
+            if count + len(state.crossed) <= best.reach:
+                return
         self.stop = self._stop(kind, here, state, user, value, text)
 
     def _stop(self, kind: str, wanted: tuple[Pattern | str, ...], state: State, user: fx.Node | None, value: Anything,
@@ -128,8 +131,10 @@ class Matcher:
         elif (bound := state.bind(p.name, value)) is not None:
             yield bound
         else:
-            self._fail("operand", p, state, user, value,
-                       wanted=f"the same {p.name} ({describe(state.bound[p.name])})")
+            first = state.bound[p.name]
+            line = f", {where(first)}" if isinstance(first, fx.Node) and first.op == "call_function" else ""
+            self._fail("operand", p, state, user, value, wanted=f"the same {p.name} ({describe(first)}{line})",
+                       text=f"{describe(value)} as operand of {short(user.target)} ({where(user)})" if user else "")
 
     def _number(self, p: Number, value: Anything, state: State, user: fx.Node | None) -> Iterator[State]:
         number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -211,7 +216,7 @@ class _Tolerant(Matcher):
                 return None
             count = len(state.nodes)
             stop = replace(state.hole, matched=count, reach=count + len(state.crossed), nodes=state.nodes)
-            if best is None or stop.matched > best.matched:
+            if best is None or (stop.matched, stop.reach) > (best.matched, best.reach):
                 best = stop
             elif (stop.matched, stop.kind, stop.user, stop.value) == (best.matched, best.kind, best.user, best.value):
                 best = replace(best, wanted=(*best.wanted, *stop.wanted))
@@ -237,6 +242,7 @@ class _Tolerant(Matcher):
             return
         if isinstance(p, Op) and isinstance(value, fx.Node):
             yield from self._inserted(p, value, state)
+            yield from self._left_out(p, value, state, user, stop)
         yield replace(state, hole=stop, gap=gap) if state.hole is None else state
 
     def _inserted(self, p: Op, value: fx.Node, state: State) -> Iterator[State]:
@@ -244,6 +250,13 @@ class _Tolerant(Matcher):
         for operand in value.all_input_nodes if value.op == "call_function" else ():
             hole = state.hole or self._stop("operation", (p,), state, value, value, f"{describe(value)} in between")
             yield from super()._match(p, operand, replace(state, hole=hole, gap=(id(p), id(value))), value)
+
+    def _left_out(self, p: Op, value: fx.Node, state: State, user: fx.Node, stop: Stop) -> Iterator[State]:
+        """What ``p`` reads, without ``p``."""
+        for operand in p.args:
+            if size_of(operand):
+                yield from super()._match(operand, value, replace(state, hole=state.hole or stop,
+                                                                  gap=(id(p), id(value))), user)
 
     def _arguments(self, p: Op, value: fx.Node, here: State) -> Iterator[State]:
         yield from super()._arguments(p, value, here)

@@ -81,6 +81,11 @@ class Miss:
         """Whether the whole pattern matched and a check refused."""
         return self.matched == self.total
 
+    @property
+    def rank(self) -> tuple[object, ...]:
+        """Of two attempts at one place the lower one is told: near before far, then by matched operations."""
+        return (not self.near, -self.matched, not self.whole)
+
     def kind_key(self) -> tuple[object, ...]:
         """The same for corresponding places of layers of one kind: rule, reason and line of the source."""
         return (self.rule, _NUMBERS.sub("#", self.reason), self.source, self.kind, self.near)
@@ -128,7 +133,7 @@ class Log:
         taken: set[tuple[str, str]] = set()
         longer: set[tuple[str, str]] = set()
         refused: set[tuple[str, int | None, str, str]] = set()
-        order = sorted(range(len(self.attempts)), key=lambda i: (-self.attempts[i].matched, not self.attempts[i].whole))
+        order = sorted(range(len(self.attempts)), key=lambda i: self.attempts[i].rank)
         kept: list[int] = []
         for i in order:
             miss = self.attempts[i]

@@ -35,7 +35,7 @@ def check(match: Match, ctx: Context) -> Refusal | None:
                            describe(dtype(value)), f"cast {value.name} to {describe(dtype(total))} before the sum, or "
                            "keep both in one dtype")
     args = (a.meta["val"], b.meta["val"], match["gamma"].meta["val"], float(match["eps"]))
-    return illegal("npu_add_rms_norm", args, {}, match.anchor, ctx)
+    return illegal("npu_add_rms_norm", args, {}, match.anchor, ctx, {"x1": a, "x2": b, "gamma": match["gamma"]})
 
 
 def rewrite(match: Match, ctx: Context) -> None:

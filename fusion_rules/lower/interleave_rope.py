@@ -34,7 +34,8 @@ def check(match: Match, ctx: Context) -> Refusal | None:
                        "move the heads before the tokens (transpose(1, 2)) and rotate after that")
     with ctx.editor.fake_mode:
         table = torch.empty(size, dtype=dtype(match["cos"]))
-    return illegal("npu_interleave_rope", (match["x"].meta["val"], table, table), {}, match.anchor, ctx)
+    given = {name: match[name] for name in ("x", "cos", "sin")}
+    return illegal("npu_interleave_rope", (match["x"].meta["val"], table, table), {}, match.anchor, ctx, given)
 
 
 def rewrite(match: Match, ctx: Context) -> None:

@@ -15,7 +15,7 @@ from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
 def check(match: Match, ctx: Context) -> Refusal | None:
     """The op's contract."""
     args = (match["x"].meta["val"], match["gamma"].meta["val"], float(match["eps"]))
-    return illegal("npu_rms_norm", args, {}, match.anchor, ctx)
+    return illegal("npu_rms_norm", args, {}, match.anchor, ctx, {"input": match["x"], "gamma": match["gamma"]})
 
 
 def rewrite(match: Match, ctx: Context) -> None:

@@ -39,7 +39,8 @@ def check(match: Match, ctx: Context) -> Refusal | None:
                        "x [B, S, N, D] with tables [1 or B, S, 1, D/2], or [B, N, S, D] with [1 or B, 1, S, D/2]",
                        found, "rotate tensors of four dims, with one table row for each token")
     fakes = [ctx.editor.empty(size, dtype(match["x"])) for size in (*packed, packed[1])]
-    return illegal("npu_rotary_mul", fakes, {}, match.anchor, ctx)
+    given = {"input": match["x"], "r1": match["cos"], "r2": match["sin"]}
+    return illegal("npu_rotary_mul", fakes, {}, match.anchor, ctx, given)
 
 
 def rewrite(match: Match, ctx: Context) -> None:

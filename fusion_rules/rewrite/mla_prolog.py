@@ -194,7 +194,11 @@ def _illegal(match: Match, ctx: Context, block: int) -> Refusal | None:
         *(fake(*_block_view(match, p, block), like=match[f"{p}_cache"]) for p in ("latent", "rope")),
     )
     kwargs = _attributes(match) | {"cache_index": editor.empty([tokens], torch.int64)}
-    return illegal("npu_mla_prolog_v3", args, kwargs, match["kv"], ctx)
+    names = {"token_x": x, "weight_uk": match["w_uk"], "rmsnorm_gamma_cq": match["gamma_cq"],
+             "rmsnorm_gamma_ckv": match["gamma_ckv"], "rope_sin": match["sin"], "rope_cos": match["cos"],
+             "kv_cache": match["latent_cache"], "kr_cache": match["rope_cache"]}
+    return illegal("npu_mla_prolog_v3", args, kwargs, match["kv"], ctx, names | {k: match[n] for k, (n, _) in
+                                                                                WEIGHTS.items()})
 
 
 def _attributes(match: Match) -> dict[str, object]:

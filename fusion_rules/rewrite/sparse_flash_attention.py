@@ -22,7 +22,7 @@ from cannopy.fusion_rules.engine.spellings import CAST, RESHAPE, SWAP_HEADS, com
 from cannopy.fusion_rules.engine.stop import describe
 from cannopy.fusion_rules.rewrite import positions
 from cannopy.fx_passes.affine import Causal, causal, very_negative
-from cannopy.fx_passes.graph import aten, dtype, shape
+from cannopy.fx_passes.graph import aten, dtype, shape, where
 from cannopy.fx_passes.weight_plan import derived, preview, why_not_weight
 
 MINUS_INF = float("-inf")
@@ -53,10 +53,14 @@ def _index_scores() -> Pattern:
 
 
 def _selected() -> Pattern:
+    scores = _index_scores()
+    other = (op(aten.masked_fill.Scalar, scores, Any(), Number(), name="other_mask"),
+             op(aten.add.Tensor, scores, Any(), commutative=True, name="other_mask"))
+    once = Alt((scores, *other))
     masked = Alt((
-        op(aten.masked_fill.Scalar, _index_scores(), op(aten.bitwise_not.default, Any("index_mask")),
-           Literal(MINUS_INF)),
-        op(aten.add.Tensor, _index_scores(), Any("index_mask")),
+        op(aten.masked_fill.Scalar, once, op(aten.bitwise_not.default, Any("index_mask")), Literal(MINUS_INF),
+           name="masked"),
+        op(aten.add.Tensor, once, Any("index_mask"), name="masked"),
     ))
     topk_args = (masked, Number("k"))
     topk = Alt((
@@ -77,9 +81,9 @@ def _keys_and_values() -> tuple[Pattern, Pattern]:
         name="expanded",
     )
     rope = Through(_cache("rope"), over=(*RESHAPE, aten.expand.default), name="rope_keys")
-    keys = op(aten.cat.default,
-              Items((op(aten.slice.Tensor, expanded, Literal(3), Literal(0), Number("nope"), Literal(1)), rope)),
-              Literal(3))
+    nope = op(aten.slice.Tensor, expanded, Literal(3), Literal(0), Number("nope"), Literal(1))
+    keys = Alt(tuple(op(aten.cat.default, Items(parts), Literal(3)) for parts in ((nope, rope), (rope, nope))),
+               name="rope_first")
     values = op(aten.slice.Tensor, expanded, Literal(3), Number("nope"), Number("end"), Literal(1))
     return keys, values
 
@@ -92,9 +96,11 @@ MASK = Alt((
         None if very_negative(value) else f"{value}, too small to hide a key"))),
 ))
 
+QUERIES = op(aten.cat.default, Items((Any("q_first"), Any("q_second"))), Literal(3))
+
 PATTERN = op(
     "cannopy::attention",
-    op(aten.cat.default, Items((Any("q_nope"), Any("q_rope"))), Literal(3)),
+    Alt((QUERIES, op(aten.mul.Tensor, QUERIES, Number("q_scale"), commutative=True))),
     KEYS,
     VALUES,
     MASK,
@@ -104,15 +110,30 @@ PATTERN = op(
 )
 
 
+def _queries(match: Match) -> tuple[fx.Node, fx.Node]:
+    """The parts of the queries that meet the latent cache and the rope cache: without position, rotated."""
+    parts = (match["q_first"], match["q_second"])
+    return (parts[1], parts[0]) if match["rope_first"] else parts
+
+
+def _scale(match: Match) -> float:
+    """The factor of the scores; one on the queries is part of it."""
+    return float(match["scale"]) * float(match.get("q_scale", 1.0))
+
+
 def sizes(match: Match) -> dict[str, int]:
     """B, N, S, nope, value dims and the cache length L, from the matched tensors."""
-    batch, heads, queries, nope = shape(match["q_nope"])
+    batch, heads, queries, nope = shape(_queries(match)[0])
     return {"B": batch, "N": heads, "S": queries, "nope": nope, "value": shape(match.anchor)[-1],
             "L": shape(match["latent"])[2], "rank": shape(match["latent"])[3]}
 
 
 def _masks(match: Match) -> Causal | Refusal:
-    s = sizes(match)
+    s, other = sizes(match), match.get("other_mask")
+    if other is not None:
+        return Refusal(f"the scores of the indexer are masked twice: by {describe(other)} ({where(other)}) and by "
+                       f"{describe(match['masked'])} ({where(match['masked'])})", other, "mask", "one causal mask",
+                       "two masks", "choose among all keys that the causal mask leaves: no other mask on top")
     found = [causal(match[name], s["S"], s["L"]) for name in ("attention_mask", "index_mask")]
     for reason, name in zip(found, ("attention_mask", "index_mask"), strict=True):
         if isinstance(reason, str):
@@ -134,11 +155,11 @@ def _layout(match: Match) -> Refusal | None:
     s = sizes(match)
     batch, heads, queries, length = s["B"], s["N"], s["S"], s["L"]
     index_heads, index_dim = shape(match["index_query"])[-2:]
+    rope = shape(match["rope"])[3]
     wanted: list[tuple[str, tuple[int, ...]]] = [
-        ("q_rope", (batch, heads, queries, shape(match["rope"])[3])),
         ("latent", (batch, 1, length, s["rank"])),
-        ("rope", (batch, 1, length, shape(match["rope"])[3])),
-        ("rope_keys", (batch, heads, length, shape(match["rope"])[3])),
+        ("rope", (batch, 1, length, rope)),
+        ("rope_keys", (batch, heads, length, rope)),
         ("expanded", (batch, heads, length, s["nope"] + s["value"])),
         ("index_key", (batch, length, index_dim)),
         ("index_query", (batch, queries, index_heads, index_dim)),
@@ -148,6 +169,9 @@ def _layout(match: Match) -> Refusal | None:
         ("scores", (batch, queries, length)),
         ("picks", (batch, queries, match["k"])),
     ]
+    for what, part, dims in zip(("without position", "rotated"), _queries(match), (s["nope"], rope), strict=True):
+        if shape(part) != (batch, heads, queries, dims):
+            return wrong_shape(f"the part of the queries that is {what}", part, str([batch, heads, queries, dims]))
     for name, size in wanted:
         if shape(match[name]) != size:
             return wrong_shape(name, match[name], str(list(size)))
@@ -192,22 +216,24 @@ def _indexer_illegal(match: Match, ctx: Context, block: int) -> Refusal | None:
             _fake(ctx, [tokens, heads], dtype(match["head_weight"])))
     kwargs = _paged(ctx, s, block) | {"layout_key": "PA_BSND", "sparse_count": int(match["k"]), "sparse_mode": 3}
     kwargs["actual_seq_lengths_key"] = kwargs.pop("actual_seq_lengths_kv")
-    return illegal("npu_lightning_indexer", args, kwargs, match["topk"], ctx)
+    given = {"query": match["index_query"], "key": match["index_key"], "weights": match["head_weight"]}
+    return illegal("npu_lightning_indexer", args, kwargs, match["topk"], ctx, given)
 
 
 def _attention_illegal(match: Match, ctx: Context, block: int) -> Refusal | None:
     s = sizes(match)
     tokens, blocks, rope = s["B"] * s["S"], s["B"] * s["L"] // block, shape(match["rope"])[3]
-    kind = dtype(match["latent"])
-    latent = _fake(ctx, [blocks, block, 1, s["rank"]], kind)
-    args = (_fake(ctx, [tokens, s["N"], s["rank"]], dtype(match["q_nope"])), latent, latent,
-            _fake(ctx, [tokens, 1, int(match["k"])], torch.int32), float(match["scale"]))
+    latent = _fake(ctx, [blocks, block, 1, s["rank"]], dtype(match["latent"]))
+    q_nope, q_rope = _queries(match)
+    args = (_fake(ctx, [tokens, s["N"], s["rank"]], dtype(q_nope)), latent, latent,
+            _fake(ctx, [tokens, 1, int(match["k"])], torch.int32), _scale(match))
     kwargs = _paged(ctx, s, block) | {
-        "query_rope": _fake(ctx, [tokens, s["N"], rope], dtype(match["q_rope"])),
+        "query_rope": _fake(ctx, [tokens, s["N"], rope], dtype(q_rope)),
         "key_rope": _fake(ctx, [blocks, block, 1, rope], dtype(match["rope"])),
         "sparse_block_size": 1, "layout_kv": "PA_BSND", "sparse_mode": 3, "attention_mode": 2,
     }
-    return illegal("npu_sparse_flash_attention", args, kwargs, match.anchor, ctx)
+    given = {"query": q_nope, "key": match["latent"], "query_rope": q_rope, "key_rope": match["rope"]}
+    return illegal("npu_sparse_flash_attention", args, kwargs, match.anchor, ctx, given)
 
 
 def _paged(ctx: Context, s: dict[str, int], block: int) -> dict[str, Anything]:
@@ -255,15 +281,16 @@ def _emit_attention(match: Match, ctx: Context, block: int, picks: fx.Node, ends
     tokens, width = s["B"] * s["S"], s["nope"] + s["value"]
     w_uk = derived(ctx.program, ctx.editor, "w_uk", [match["kv_b"]],
                    f"w[0].reshape({s['N']}, {width}, {s['rank']})[:, :{s['nope']}]")
-    absorbed = call(aten.matmul.default, match["q_nope"], w_uk)
+    q_nope, q_rope = _queries(match)
+    absorbed = call(aten.matmul.default, q_nope, w_uk)
     query, query_rope = (
         reshape(call(aten.permute.default, q, [0, 2, 1, 3]), [tokens, s["N"], shape(q)[-1]])
-        for q in (absorbed, match["q_rope"])
+        for q in (absorbed, q_rope)
     )
     latent = _blocks(ctx, match["latent"], s, block)
     out = call(
         torch.ops.npu.npu_sparse_flash_attention.default,
-        query, latent, latent, picks, float(match["scale"]),
+        query, latent, latent, picks, _scale(match),
         block_table=table, actual_seq_lengths_query=ends, actual_seq_lengths_kv=lengths,
         query_rope=query_rope, key_rope=_blocks(ctx, match["rope"], s, block), sparse_block_size=1,
         layout_query="TND", layout_kv="PA_BSND", sparse_mode=3, attention_mode=2,

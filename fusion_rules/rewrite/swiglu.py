@@ -13,7 +13,7 @@ from torch import fx
 
 from cannopy.fusion_rules.engine.legal import Call, refused
 from cannopy.fusion_rules.engine.match import Match
-from cannopy.fusion_rules.engine.pattern import Any, Pattern, Through, op
+from cannopy.fusion_rules.engine.pattern import Alt, Any, Number, Pattern, Through, op
 from cannopy.fusion_rules.engine.rule import NEVER, Context, Refusal, Rule, other_reader
 from cannopy.fusion_rules.engine.spellings import CAST, arguments, before_widening, gated_halves_refusal, half
 from cannopy.fusion_rules.engine.stop import describe, short
@@ -28,9 +28,12 @@ ACTIVATIONS = (aten.silu.default, aten.gelu.default, aten.relu.default, aten.sig
 
 def _product(gate: Pattern, up: Pattern) -> Pattern:
     over = CAST + CLAMPS
-    silu = op(ACTIVATIONS, Through(gate, over=over, name="gate"), rest=True, name="silu")
-    return op(aten.mul.Tensor, Through(silu, over=over, name="activated"), Through(up, over=over, name="up"),
-              commutative=True, name="product")
+    gated = Through(gate, over=over, name="gate")
+    silu = op(ACTIVATIONS, gated, rest=True, name="silu")
+    steeper = op(aten.sigmoid.default, op(aten.mul.Tensor, gated, Number("slope"), commutative=True, name="sloped"))
+    quick = op(aten.mul.Tensor, gated, steeper, commutative=True, name="silu")
+    return op(aten.mul.Tensor, Through(Alt((silu, quick)), over=over, name="activated"),
+              Through(up, over=over, name="up"), commutative=True, name="product")
 
 
 SILU = op(aten.silu.default, Any("gate"))
@@ -43,6 +46,10 @@ HALVES = _product(half(Any("whole"), "gate"), half(Any("whole"), "up"))
 
 def _look_alike(match: Match) -> Refusal | None:
     """Other activations and clamped values."""
+    if "slope" in match.bound:
+        found = f"x * sigmoid({match['slope']:g} * x)"
+        return Refusal(f"the activation is {found}, npu_swiglu has SiLU, x * sigmoid(x)", match["sloped"], "constant",
+                       "x * sigmoid(x)", found, "use SiLU (hidden_act=silu)")
     if not is_call(match["silu"], aten.silu.default):
         return Refusal(f"the activation is {match['silu'].target}, npu_swiglu has SiLU", match["silu"], "operation",
                        "aten.silu", short(match["silu"].target), "use SiLU (hidden_act=silu)")

@@ -14,10 +14,11 @@ import torch
 import cannopy
 from cannopy.errors import CannopyError
 from cannopy.frontend.generation import GenerationCase, Phase
+from cannopy.frontend.serving import ServingCase
 from cannopy.frontend.sources import LoadedModel
 from cannopy.options import Options
 from cannopy.parity import call as call_parity
-from cannopy.parity import generation
+from cannopy.parity import generation, serving
 from cannopy.parity.measure import ParityReport
 from cannopy.report import CompileReport
 
@@ -30,7 +31,8 @@ class Trial:
 
     ``reports`` has the `CompileReport` of each compiled phase. ``seconds``: wall time of the compiled calls
     (``prefill``, ``decode_median``), of the same calls in eager mode (``eager_…``), and of the compilations.
-    ``tokens`` are the greedy tokens of the compiled run per sequence, ``same_tokens`` how many of them plain bf16 on
+    ``tokens`` are the greedy tokens of the compiled run per sequence (in serving form behind every token of a step,
+    rejected drafts included), ``same_tokens`` how many of them plain bf16 on
     the same picks chooses as well.
     """
 
@@ -85,6 +87,8 @@ def run(
         )
     if loaded.case is None:
         return _run_call(loaded, options, phases[0], progress)
+    if isinstance(loaded.case, ServingCase):
+        return _run_serving(loaded, loaded.case, options, phases, steps, progress)
     return _run_generation(loaded, loaded.case, options, phases, steps, progress)
 
 
@@ -96,28 +100,13 @@ def _run_generation(
     steps: int,
     progress: Progress,
 ) -> Trial:
-    settings = {
-        "phases": list(phases),
-        "target": options.target,
-        "dtype": str(next(case.model.parameters()).dtype).removeprefix("torch."),
-        "batch": case.batch,
-        "prompt_tokens": case.prefill_tokens,
-        "decode_steps": steps,
-        "max_cache_len": case.max_cache_len,
-        "seed": case.seed,
-    }
-    trial = Trial(loaded.name, settings, list(loaded.notes))
+    trial = Trial(loaded.name, _settings(case, options, phases, steps), list(loaded.notes))
     cache = case.new_cache()
     forward: dict[Phase, Callable[..., Any]] = {}
     for phase in phases:
         call = case.prefill if phase == "prefill" else case.decode
         args, kwargs = call(case.ids(phase), cache)
-        start = time.perf_counter()
-        with progress(f"compiling {phase}"):
-            compiled = cannopy.compile(case.model, loaded.method, args, kwargs, replace(options, phase=phase))
-        trial.seconds[f"compile_{phase}"] = time.perf_counter() - start
-        trial.reports[phase] = compiled.report
-        forward[phase] = compiled
+        forward[phase] = _compile(trial, loaded, phase, args, kwargs, options, progress)
     with progress(f"running {case.prefill_tokens} prompt tokens and {steps} decode steps"):
         ours = generation.generate(case, forward, cache, steps)
     with progress("the same in eager bf16 and in float64, with the same picks"):
@@ -128,23 +117,85 @@ def _run_generation(
     return trial
 
 
+def _settings(
+    case: GenerationCase | ServingCase, options: Options, phases: Sequence[Phase], steps: int
+) -> dict[str, Any]:
+    return {
+        "phases": list(phases),
+        "target": options.target,
+        "dtype": str(next(case.model.parameters()).dtype).removeprefix("torch."),
+        "batch": case.batch,
+        "prompt_tokens": case.prefill_tokens,
+        "decode_steps": steps,
+        "max_cache_len": case.max_cache_len,
+        "seed": case.seed,
+    }
+
+
+def _compile(
+    trial: Trial, loaded: LoadedModel, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options,
+    progress: Progress,
+) -> cannopy.Compiled:
+    start = time.perf_counter()
+    with progress(f"compiling {phase}"):
+        compiled = cannopy.compile(loaded.model, loaded.method_of(phase), args, kwargs, replace(options, phase=phase))
+    trial.seconds[f"compile_{phase}"] = time.perf_counter() - start
+    trial.reports[phase] = compiled.report
+    return compiled
+
+
+def _run_serving(
+    loaded: LoadedModel,
+    case: ServingCase,
+    options: Options,
+    phases: Sequence[Phase],
+    steps: int,
+    progress: Progress,
+) -> Trial:
+    needed = case.prefill_tokens + steps * (1 + case.next_n)
+    if needed > case.capacity:
+        raise CannopyError(
+            f"{case.prefill_tokens} prompt tokens and {steps} steps of {1 + case.next_n} are {needed} tokens, and the "
+            f"blocks of a request hold {case.capacity}",
+            f"--max-cache-len {needed}, or fewer --steps",
+        )
+    settings = _settings(case, options, phases, steps) | {
+        "form": "serving", "prompts": case.prompt_lengths, "packed_tokens": case.packed_tokens,
+        "next_n": case.next_n, "block_size": case.block_size,
+    }
+    trial = Trial(loaded.name, settings, list(loaded.notes))
+    forward = {phase: _compile(trial, loaded, phase, *case.inputs(phase), options, progress) for phase in phases}
+    with progress(f"running {case.batch} prompts and {steps} decode steps of {1 + case.next_n} tokens per request"):
+        ours = serving.generate(case, forward, case.new_requests(), steps)
+    with progress("the same in eager bf16 and in float64, with the same picks"):
+        trial.parity, plain = serving.check(case, ours)
+    _note_times(trial, ours, "")
+    _note_times(trial, plain, "eager_")
+    chosen = [step.results["logits"].argmax(-1).view(case.batch, -1) for step in ours]
+    expected = [step.results["logits"].argmax(-1).view(case.batch, -1) for step in plain]
+    trial.tokens = torch.cat(chosen, dim=1).tolist()
+    trial.same_tokens = int((torch.cat(chosen, dim=1) == torch.cat(expected, dim=1)).sum())
+    return trial
+
+
 def _run_call(loaded: LoadedModel, options: Options, phase: Phase, progress: Progress) -> Trial:
-    settings = {"phases": [phase], "target": options.target, "method": loaded.method}
+    method = loaded.method_of(phase)
+    settings = {"phases": [phase], "target": options.target, "method": method}
     trial = Trial(loaded.name, settings, list(loaded.notes))
     args, kwargs = loaded.make_inputs(phase)
     start = time.perf_counter()
-    with progress(f"compiling {loaded.method}"):
-        compiled = cannopy.compile(loaded.model, loaded.method, args, kwargs, replace(options, phase=phase))
+    with progress(f"compiling {method}"):
+        compiled = cannopy.compile(loaded.model, method, args, kwargs, replace(options, phase=phase))
     trial.seconds["compile"] = time.perf_counter() - start
     trial.reports[phase] = compiled.report
     with progress("running it, in eager mode and in float64 with the same picks"):
         trial.parity, trial.seconds["call"], trial.seconds["eager_call"] = call_parity.check(
-            loaded.model, loaded.method, compiled, args, kwargs, phase
+            loaded.model, method, compiled, args, kwargs, phase
         )
     return trial
 
 
-def _note_times(trial: Trial, steps: Sequence[generation.Step], prefix: str) -> None:
+def _note_times(trial: Trial, steps: Sequence[generation.Step | serving.Step], prefix: str) -> None:
     trial.seconds[f"{prefix}prefill"] = steps[0].seconds
     decode = [step.seconds for step in steps if step.phase == "decode"]
     if decode:

@@ -76,6 +76,16 @@ class GenerationCase:
         """The call of ``phase`` with a new cache."""
         return self.prefill(self.ids(phase), self.new_cache())
 
+    def filled(self, phase: Phase) -> Call:
+        """As `inputs`, but a decode step finds the prompt in the cache: it is read by the eager model."""
+        if phase == "prefill":
+            return self.inputs(phase)
+        cache = self.new_cache()
+        args, kwargs = self.prefill(self.ids("prefill"), cache)
+        with torch.no_grad():
+            self.model(*args, **kwargs)
+        return self.decode(self.ids("decode"), cache)
+
     def _cache_name(self) -> str:
         """The argument was renamed from ``past_key_values`` to ``cache`` between versions of transformers."""
         return "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"

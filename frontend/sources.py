@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import nn
 
-from ..models import zoo
+from ..models import published, zoo
+from ..models import weights as published_weights
 from ..models.lively import lively_
+from ..models.serving import ServingModel
 from .errors import ModelSourceError
 from .generation import Call, GenerationCase, Phase
+from .serving import ServingCase
+
+Form = Literal["stock", "serving"]
+"""``stock``: the model of `transformers`, static cache. ``serving``: the zoo's own, packed tokens and a paged cache."""
+FORMS: tuple[str, ...] = get_args(Form)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 """Short dtype names; torch's own (``bfloat16``) are understood as well."""
@@ -31,16 +39,29 @@ _INSTALL_TRANSFORMERS = "transformers is not installed: pip install 'transformer
 class LoadedModel:
     """A model, the method to compile and where its inputs come from.
 
-    ``make_inputs(phase)`` gives ``(args, kwargs)`` of a call, new objects each time. ``case`` prepares the calls of a
-    generation and is None for a factory's model. ``notes`` are remarks for the user, one sentence each.
+    ``method`` is None for a serving model, which has a method per phase: ask `method_of`. ``make_inputs(phase)`` gives
+    ``(args, kwargs)`` of a call, new objects each time. ``case`` prepares the calls of a generation and is None for a
+    factory's model. ``notes`` are remarks for the user, one sentence each.
     """
 
     model: nn.Module
-    method: str
+    method: str | None
     name: str
     make_inputs: Callable[[Phase], Call]
-    case: GenerationCase | None = None
+    case: GenerationCase | ServingCase | None = None
     notes: tuple[str, ...] = ()
+
+    def method_of(self, phase: Phase) -> str:
+        """The method that computes ``phase``."""
+        return self.method or phase
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Sequences per call, and the seed of token ids and random weights."""
+
+    batch: int
+    seed: int
 
 
 def load(
@@ -52,6 +73,9 @@ def load(
     phase: Phase = "decode",
     batch: int = 1,
     weights: bool = True,
+    form: Form = "stock",
+    next_n: int = 0,
+    block_size: int = 128,
 ) -> LoadedModel:
     """The model that ``spec`` names, in eval mode.
 
@@ -63,22 +87,35 @@ def load(
         phase: what a factory that asks for it should prepare.
         batch: sequences per call, for zoo models and folders.
         weights: False builds a zoo model or a folder's on the meta device: it compiles, but cannot run.
+        form: of a zoo model or a folder's, see `Form`.
+        next_n: drafts per request and decode step, in serving form.
+        block_size: tokens per block of the cache, in serving form.
 
     Raises:
         ModelSourceError: nothing of that name, a broken folder or factory, transformers missing, a factory without
             weights.
     """
     wanted = _dtype(dtype)
+    if form not in FORMS:
+        raise ModelSourceError(f"unknown form {form!r}{_nearest(form, list(FORMS))}")
+    if form == "stock" and next_n:
+        raise ModelSourceError("drafts (next_n) belong to the serving form: --form serving")
+    call = _Call(batch, seed)
+    serving = {"next_n": next_n, "block_size": block_size} if form == "serving" else None
     file, colon, factory = spec.rpartition(":")
     if colon and file.endswith(".py"):
         _refuse_size(spec, size)
+        if form == "serving":
+            raise ModelSourceError(f"{spec} has the form that its factory gives it; --form is for others")
         if not weights:
             raise ModelSourceError(f"{spec} makes its own weights; let it build the model under torch.device('meta')")
         return _from_factory(spec, Path(file), factory, {"dtype": wanted, "seed": seed, "phase": phase, "batch": batch})
     if Path(spec).is_dir():
         _refuse_size(spec, size)
-        return _from_folder(Path(spec), wanted, seed, batch, weights)
-    return _from_zoo(spec, size or "tiny", wanted or torch.bfloat16, seed, batch, weights)
+        if serving is not None:
+            return _serving_from_folder(Path(spec), wanted, weights, call, serving)
+        return _from_folder(Path(spec), wanted, weights, call)
+    return _from_zoo(spec, size or "tiny", wanted or torch.bfloat16, weights, call, serving)
 
 
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
@@ -100,7 +137,9 @@ def _refuse_size(spec: str, size: str | None) -> None:
         raise ModelSourceError(f"--size {size} applies to zoo models; {spec} has one size")
 
 
-def _from_zoo(name: str, size: str, dtype: torch.dtype, seed: int, batch: int, weights: bool) -> LoadedModel:
+def _from_zoo(
+    name: str, size: str, dtype: torch.dtype, weights: bool, call: _Call, serving: Mapping[str, int] | None
+) -> LoadedModel:
     if name not in zoo.names():
         where = " and no folder of that name exists" if "/" in name or "." in name else ""
         raise ModelSourceError(f"unknown model {name!r}{where}{_nearest(name, zoo.names())}")
@@ -108,18 +147,69 @@ def _from_zoo(name: str, size: str, dtype: torch.dtype, seed: int, batch: int, w
         raise ModelSourceError(f"{name} has no size {size!r}{_nearest(size, zoo.sizes(name))}")
     preset = zoo.preset(name, size)
     preset = replace(preset, meta=preset.meta or not weights)
+    note = _NO_WEIGHTS if preset.meta else f"random weights, seed {call.seed}."
+    lengths = preset.prefill_tokens, preset.max_cache_len
+    if serving is not None:
+        own = zoo.build_serving(preset, dtype, call.seed)
+        return _serving(own, f"{name} ({size}, serving form)", call, lengths, serving, (note,))
     try:
-        model = zoo.build(preset, dtype, seed)
+        model = zoo.build(preset, dtype, call.seed)
     except ImportError as e:
         raise ModelSourceError(_INSTALL_TRANSFORMERS) from e
     except AttributeError as e:
         raise ModelSourceError(f"this transformers has no {preset.architecture}: pip install -U transformers") from e
-    note = _NO_WEIGHTS if preset.meta else f"random weights, seed {seed}."
-    case = GenerationCase(model, batch, preset.prefill_tokens, preset.max_cache_len, seed)
+    case = GenerationCase(model, call.batch, *lengths, call.seed)
     return LoadedModel(model, "forward", f"{name} ({size})", case.inputs, case, (note,))
 
 
-def _from_folder(folder: Path, dtype: torch.dtype | None, seed: int, batch: int, weights: bool) -> LoadedModel:
+def _serving(
+    model: ServingModel, name: str, call: _Call, lengths: tuple[int, int], options: Mapping[str, int],
+    notes: tuple[str, ...],
+) -> LoadedModel:
+    case = ServingCase(model, call.batch, *lengths, call.seed, **options)
+    return LoadedModel(model, None, name, case.inputs, case, notes)
+
+
+def _serving_from_folder(
+    folder: Path, dtype: torch.dtype | None, weights: bool, call: _Call, options: Mapping[str, int]
+) -> LoadedModel:
+    config = _read_config(folder)
+    name = f"{folder.resolve().name} (serving form)"
+    wanted = dtype or _dtype(config.get("dtype") or config.get("torch_dtype")) or torch.bfloat16
+    try:
+        found = published.read(config)
+        files = any(folder.glob("*.safetensors"))
+        with torch.device("meta") if not weights else contextlib.nullcontext(), zoo.default_dtype(wanted):
+            model = found.build().eval()
+        notes: tuple[str, ...] = () if weights else (_NO_WEIGHTS,)
+        if weights and files:
+            published_weights.load(model, folder, found.rename)
+        elif weights:
+            lively_(model, call.seed)
+            notes = (f"{folder} has no safetensors: random weights, seed {call.seed}.",)
+    except published.PublishedConfigError as e:
+        raise ModelSourceError(f"{folder / 'config.json'} has no serving form: {e}; --form stock takes it") from e
+    except published_weights.WeightError as e:
+        raise ModelSourceError(f"{folder}: {e}") from e
+    limit = int(config.get("max_position_embeddings") or 256)
+    lengths = min(96, limit // 2), min(256, limit)
+    return _serving(model, name, call, lengths, options, notes)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ModelSourceError(f"{folder} has no config.json: not a Hugging Face checkpoint folder")
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise ModelSourceError(f"{file} cannot be used: {str(e).splitlines()[0]}") from e
+    if not isinstance(found, dict):
+        raise ModelSourceError(f"{file} cannot be used: expected an object, found a {type(found).__name__}")
+    return found
+
+
+def _from_folder(folder: Path, dtype: torch.dtype | None, weights: bool, call: _Call) -> LoadedModel:
     try:
         import transformers
     except ImportError as e:
@@ -140,10 +230,10 @@ def _from_folder(folder: Path, dtype: torch.dtype | None, seed: int, batch: int,
         notes = ()
     else:
         model = architecture._from_config(config, dtype=dtype or config.dtype or torch.bfloat16)
-        lively_(model, seed)
-        notes = (f"{folder} has no safetensors: random weights, seed {seed}.",)
+        lively_(model, call.seed)
+        notes = (f"{folder} has no safetensors: random weights, seed {call.seed}.",)
     limit = config.get_text_config(decoder=True).max_position_embeddings
-    case = GenerationCase(model.eval(), batch, min(96, limit // 2), min(256, limit), seed)
+    case = GenerationCase(model.eval(), call.batch, min(96, limit // 2), min(256, limit), call.seed)
     return LoadedModel(model, "forward", folder.resolve().name, case.inputs, case, notes)
 
 

@@ -137,8 +137,8 @@ class DeepseekDecoder(nn.Module):
         """``[T]`` → ``[T, hidden]``."""
         x = self.embed_tokens(tokens)
         angles = self.rotary_emb(step.positions, x.dtype)
-        for layer, pages in zip(self.layers, cache.layers, strict=True):
-            x = layer(x, angles, step, pages)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, angles, step, cache.layers[i])
         y: Tensor = self.norm(x)
         return y
 

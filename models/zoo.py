@@ -113,7 +113,8 @@ _STOCK_ONLY = frozenset({"rope_parameters", "max_position_embeddings", "num_key_
 
 
 @contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """New parameters have ``dtype`` where their module does not ask for another."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -127,7 +128,7 @@ def build_serving(preset: Preset, dtype: torch.dtype = torch.bfloat16, seed: int
     config_class, family = _FAMILIES[preset.serving]
     known = {f.name for f in fields(config_class)}
     sizes = {k: v for k, v in preset.config.items() if k in known or k not in _STOCK_ONLY}
-    with torch.device("meta") if preset.meta else contextlib.nullcontext(), _default_dtype(dtype):
+    with torch.device("meta") if preset.meta else contextlib.nullcontext(), default_dtype(dtype):
         model = family(config_class(**sizes, **preset.own)).eval()
     if not preset.meta:
         lively_(model, seed)

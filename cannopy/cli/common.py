@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from cannopy.frontend.sources import LoadedModel
 
 DTYPES = ("bf16", "fp16", "fp32")
+FORMS = ("stock", "serving")
 _reserved: ContextVar[TextIO | None] = ContextVar("_reserved", default=None)
 
 
@@ -46,6 +47,11 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number above 0, found {text!r}")
     return value
+
+
+def natural(text: str) -> int:
+    """An argparse type: a whole number from 0 on."""
+    return 0 if text == "0" else positive(text)
 
 
 def _fusion(text: str) -> tuple[str, FusionSwitch]:
@@ -94,12 +100,26 @@ def add_model_arguments(parser: argparse.ArgumentParser, phases: Sequence[str] =
         "name and a tuple of inputs, and may take phase, batch, dtype and seed",
     )
     group = parser.add_argument_group("model and inputs")
+    group.add_argument(
+        "--form",
+        type=one_of("form", FORMS),
+        default="stock",
+        metavar="|".join(FORMS),
+        help="stock: the model of transformers with a static cache; serving: packed tokens, paged cache (stock)",
+    )
     group.add_argument("--size", metavar="SIZE", help="size of a zoo model: tiny (the default), small or full")
     group.add_argument("--dtype", type=one_of("dtype", DTYPES), metavar="|".join(DTYPES), help="of the parameters")
     group.add_argument("--seed", type=int, default=0, help="of random weights and token ids (0)")
     group.add_argument("--batch", type=positive, default=1, help="sequences per call (1)")
-    group.add_argument("--prompt-tokens", type=positive, metavar="N", help="tokens of the prompt (96)")
-    group.add_argument("--max-cache-len", type=positive, metavar="N", help="tokens that the KV cache holds (256)")
+    group.add_argument(
+        "--prompt-tokens", type=positive, metavar="N", help="tokens of the prompt, in serving form of the longest (96)"
+    )
+    group.add_argument(
+        "--max-cache-len", type=positive, metavar="N", help="tokens that the KV cache holds per sequence (256)"
+    )
+    group.add_argument(
+        "--next-n", type=natural, default=0, metavar="N", help="serving: drafts per request and decode step (0)"
+    )
     group = parser.add_argument_group("compilation")
     group.add_argument(
         "--phase",
@@ -117,7 +137,10 @@ def add_model_arguments(parser: argparse.ArgumentParser, phases: Sequence[str] =
     )
     add_pipeline_arguments(group)
     group.add_argument(
-        "--block-size", type=positive, metavar="N", help="tokens per block of a paged cache view (chosen)"
+        "--block-size",
+        type=positive,
+        metavar="N",
+        help="tokens per block of a paged cache view (chosen); serving: of the paged cache (128)",
     )
     group.add_argument("--no-regions", action="store_true", help="capture all layers, also those that are alike")
     group.add_argument("--cache-dir", type=Path, metavar="DIR", help="compile cache (~/.cache/cannopy)")
@@ -182,7 +205,8 @@ def load_model(args: argparse.Namespace) -> LoadedModel:
     phase: Phase = "decode" if args.phase == "decode" else "prefill"
     loaded = sources.load(
         args.model, size=args.size, dtype=args.dtype, seed=args.seed, phase=phase, batch=args.batch,
-        weights=not getattr(args, "offline", False),
+        weights=not getattr(args, "offline", False), form=args.form, next_n=args.next_n,
+        block_size=args.block_size or 128,
     )
     case = loaded.case
     if case is None:
@@ -192,10 +216,11 @@ def load_model(args: argparse.Namespace) -> LoadedModel:
             )
         return loaded
     tokens, length = args.prompt_tokens or case.prefill_tokens, args.max_cache_len or case.max_cache_len
-    if tokens >= length:
+    if tokens + args.next_n >= length:
+        step = f" and a step of {1 + args.next_n} tokens" if args.next_n else ""
         raise CannopyError(
-            f"a prompt of {tokens} tokens does not fit a cache of {length}",
-            f"--max-cache-len {tokens + 128}, or a shorter prompt",
+            f"a prompt of {tokens} tokens{step} does not fit a cache of {length}",
+            f"--max-cache-len {tokens + args.next_n + 128}, or a shorter prompt",
         )
     case = replace(case, prefill_tokens=tokens, max_cache_len=length)
     return replace(loaded, case=case, make_inputs=case.inputs)

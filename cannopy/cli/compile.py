@@ -32,6 +32,7 @@ _EXAMPLES = """\
   cannopy compile ./DeepSeek-V3.2 --batch 8 --cache-dir ./artifacts
   cannopy compile my_model.py:make --fusion mla_prolog=require
   cannopy compile ./DeepSeek-V3.2 --offline --target atlas-950   only config.json is read
+  cannopy compile deepseek-r1 --form serving --batch 3 --next-n 1   packed tokens, paged cache, 2 tokens per request
   cannopy compile deepseek-v3.2 --json | jq .kernels
 """
 
@@ -69,4 +70,4 @@ def compile_phase(args: argparse.Namespace, dump_dir: Path | None = None, use_ca
         screen.print(note, style="dim")
     call_args, call_kwargs = loaded.make_inputs(args.phase)
     with working(screen, f"compiling {args.phase} of {loaded.name} for {options.target}"):
-        return cannopy.compile(loaded.model, loaded.method, call_args, call_kwargs, options)
+        return cannopy.compile(loaded.model, loaded.method_of(args.phase), call_args, call_kwargs, options)

@@ -73,7 +73,7 @@ def _dump(args: argparse.Namespace, loaded: LoadedModel, screen: Console) -> int
     call_args, call_kwargs = loaded.make_inputs(args.phase)
     options = options_of(args, dump_dir=args.out)
     with working(screen, f"compiling {args.phase} of {loaded.name} for {options.target}"):
-        done = dumps.write(loaded.model, loaded.method, call_args, call_kwargs, options, args.out)
+        done = dumps.write(loaded.model, loaded.method_of(args.phase), call_args, call_kwargs, options, args.out)
     if args.json:
         print_json(done.to_dict())
         return 0
@@ -92,7 +92,7 @@ def _bisect(args: argparse.Namespace, loaded: LoadedModel, screen: Console) -> i
     def progress(text: str) -> None:
         screen.print(text, markup=False, style="dim", soft_wrap=True)
 
-    found = bisect.search(loaded.model, loaded.method, call_args, call_kwargs, options, progress)
+    found = bisect.search(loaded.model, loaded.method_of(args.phase), call_args, call_kwargs, options, progress)
     if args.json:
         print_json(found.to_dict())
     else:
@@ -105,13 +105,8 @@ def _filled(args: argparse.Namespace, loaded: LoadedModel) -> tuple[tuple[Any, .
     case = loaded.case
     if case is None or args.phase != "decode" or args.offline:
         return loaded.make_inputs(args.phase)
-    import torch
-
-    cache = case.new_cache()
-    prompt_args, prompt_kwargs = case.prefill(case.ids("prefill"), cache)
-    with torch.no_grad():
-        getattr(loaded.model, loaded.method)(*prompt_args, **prompt_kwargs)
-    return case.decode(case.ids("decode"), cache)
+    filled: tuple[tuple[Any, ...], dict[str, Any]] = case.filled(args.phase)
+    return filled
 
 
 def _show(found: Bisection, screen: Console) -> None:

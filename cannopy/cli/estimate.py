@@ -43,6 +43,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
                         help="product (atlas-a2, atlas-a3, atlas-950) or SoC name such as Ascend910_9362 (atlas-a3)")
     group = parser.add_argument_group("step")
     group.add_argument("--size", metavar="SIZE", help="full (the default); tiny and small are priced from their graph")
+    group.add_argument("--form", choices=("stock", "serving"), default="stock",
+                       help="of a graph (stock), see cannopy run --help")
     group.add_argument("--phase", choices=("decode", "prefill"), default="decode", help="(decode)")
     group.add_argument("--batch-per-die", type=_number, default=1, metavar="B", help="sequences per die (1); below 1: "
                        "only that share of the dies has one")
@@ -109,10 +111,13 @@ def _check(args: argparse.Namespace) -> None:
     if args.from_graph or args.size in ("tiny", "small"):
         if args.sweep:
             raise CannopyError("--sweep takes a described model, not a graph, whose sizes are fixed")
-        for name, given in (("--parallel", args.parallel), ("--quant", args.quant != "bf16"), ("--next-n", args.next_n),
+        drafts = args.next_n and args.form != "serving"
+        for name, given in (("--parallel", args.parallel), ("--quant", args.quant != "bf16"), ("--next-n", drafts),
                             ("--plan", args.plan != "serial")):
             if given:
                 raise CannopyError(f"{name} is for described models; a graph is priced as it is")
+    elif args.form != "stock":
+        raise CannopyError(f"--form {args.form} is of a graph", "--from-graph")
     if args.svg and not args.sweep:
         raise CannopyError("--svg draws the curve of a --sweep", "--sweep batch=1..512")
     if args.svg and not args.svg.absolute().parent.is_dir():

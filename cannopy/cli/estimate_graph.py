@@ -20,6 +20,7 @@ def run_graph(args: argparse.Namespace) -> int:
     load = argparse.Namespace(
         model=args.model, size=args.size or "tiny", dtype=None, seed=0, phase=args.phase,
         batch=max(1, round(args.batch_per_die)), offline=True, prompt_tokens=None, max_cache_len=None, json=args.json,
+        form=args.form, next_n=args.next_n, block_size=None,
     )
     loaded = load_model(load)
     from cannopy import api
@@ -31,11 +32,12 @@ def run_graph(args: argparse.Namespace) -> int:
 
         activate()
     inputs, kwargs = loaded.make_inputs(args.phase)
+    method = loaded.method_of(args.phase)
     screen = console(args)
     with working(screen, f"capturing {args.phase} of {loaded.name} for {args.target}"):
-        state.prepare_state(loaded.model, inputs, kwargs, method=loaded.method)
+        state.prepare_state(loaded.model, inputs, kwargs, method=method)
         options = Options(phase=args.phase, target=target, use_cache=False)
-        program, _ = api.lower(loaded.model, loaded.method, inputs, kwargs, options, {})
+        program, _ = api.lower(loaded.model, method, inputs, kwargs, options, {})
     from cannopy.prediction import predict
 
     step, unmapped = predict(program, args.target)

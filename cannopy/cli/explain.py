@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
     call_args, call_kwargs = loaded.make_inputs(args.phase)
     with working(screen, f"explaining {args.phase} of {loaded.name} for {options.target}"):
-        whole = explain.explain(loaded.model, loaded.method, call_args, call_kwargs, options)
+        whole = explain.explain(loaded.model, loaded.method_of(args.phase), call_args, call_kwargs, options)
     found = whole.of_rule(args.rule) if args.rule else whole
     fate = None
     if args.node:

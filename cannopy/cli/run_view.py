@@ -49,6 +49,12 @@ def _show_parity(screen: Console, parity: ParityReport) -> None:
             )
         screen.print()
         screen.print(table)
+    if parity.writes:
+        table = _numbers("phase", "cache", "rows written", "rows outside the step", "of them changed")
+        for cache in parity.writes:
+            table.add_row(cache.phase, cache.name, str(cache.rows), str(cache.outside), str(cache.changed))
+        screen.print()
+        screen.print(table)
     for note in parity.notes:
         screen.print(note, style="dim")
 

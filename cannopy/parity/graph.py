@@ -7,7 +7,7 @@ writes (caches, counters) are compared.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,15 +18,9 @@ from cannopy.errors import CannopyError
 from cannopy.frontend import outputs
 from cannopy.fx_passes.paths import compile_path, parse_path
 from cannopy.fx_passes.program import InputSpec, Program
-from cannopy.parity.measure import ErrorParity, Errors, ParityReport, compare_picks, token_errors
+from cannopy.parity.measure import ErrorParity, ParityReport, compare_picks, errors_of
 from cannopy.parity.picks import Choice, Pick, Recorder, Replay
 from cannopy.parity.reference import cast_inputs, in_float64
-
-FEW_ROWS = 16
-"""Below this many rows two equally good bf16 runs differ in their errors by more than the limits of `measure` allow."""
-FEW_ROWS_LIMIT = 2.5
-"""Limit for the median error of so few rows. Measured on 14 correct graphs each, rows of 32 values: 0.6 to 1.5 for one
-row, 0.8 to 1.2 for four and for twelve."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +63,12 @@ class GraphParity:
             ours = self._run(program)
         plain, exact = self._reference(recorder.picks)
         errors: list[ErrorParity] = [
-            _errors(name, ours.results[name], plain.results[name], exact.results[name]) for name in exact.results
+            errors_of(name, ours.results[name], plain.results[name], exact.results[name]) for name in exact.results
         ]
         for name in exact.state:
             changed = self._changed(name, ours, plain, exact)
             if changed.any():
-                errors.append(_errors(name, *(_rows(v.state[name])[changed] for v in (ours, plain, exact))))
+                errors.append(errors_of(name, *(_rows(v.state[name])[changed] for v in (ours, plain, exact))))
         return ParityReport(errors, compare_picks("call", plain.choices, exact.choices))
 
     def _changed(self, name: str, *runs: Values) -> torch.Tensor:
@@ -138,19 +132,3 @@ def _results(result: Any) -> dict[str, torch.Tensor]:
     """Every floating-point tensor of a result, as rows, by its number."""
     leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     return {f"result {i}": _rows(leaf) for i, leaf in enumerate(leaves) if leaf.is_floating_point() and leaf.numel()}
-
-
-@dataclass(frozen=True)
-class _FewRows(ErrorParity):
-    """`ErrorParity` of fewer than `FEW_ROWS` rows."""
-
-    @property
-    def failures(self) -> list[str]:
-        """What is over its limit, one sentence each."""
-        return self.over((("median", FEW_ROWS_LIMIT),))
-
-
-def _errors(name: str, ours: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> ErrorParity:
-    kind: Callable[..., ErrorParity] = _FewRows if exact.shape[0] < FEW_ROWS else ErrorParity
-    return kind(name, Errors.of(token_errors(ours, exact)), Errors.of(token_errors(plain, exact)))
-

@@ -11,7 +11,8 @@ from torch import nn
 from cannopy.frontend.capture import capture
 from cannopy.fx_passes.graph import Editor, aten
 from cannopy.fx_passes.program import Program
-from cannopy.parity.graph import FEW_ROWS, GraphParity
+from cannopy.parity.graph import GraphParity
+from cannopy.parity.measure import FEW_ROWS
 
 Tensor = torch.Tensor
 WIDTH = 32

@@ -1,0 +1,108 @@
+"""Inputs of the two phases of text generation for the zoo's serving models: packed tokens and a paged cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..models.requests import Requests
+from ..models.serving import ServingModel, like
+from .errors import ModelSourceError
+from .generation import Call, Phase
+
+ALIGNMENT = 16
+"""The packed row of a prefill has a multiple of so many tokens, and at least one of padding."""
+SPARE_BLOCKS = 2
+"""Blocks of a case's cache that belong to none of its requests, besides block 0."""
+
+
+@dataclass(frozen=True)
+class ServingCase:
+    """A serving model with a number of requests and their longest prompt, all lengths in tokens.
+
+    Request 0 has a prompt of ``prefill_tokens``, the others shorter ones that end on different sides of a block's end.
+    A decode step reads ``1 + next_n`` tokens per request. ``max_cache_len`` is what each request's blocks hold at
+    least. ``seed`` chooses token ids, prompt lengths and the order of blocks. The methods are ``prefill`` and
+    ``decode``.
+    """
+
+    model: ServingModel
+    batch: int = 1
+    prefill_tokens: int = 96
+    max_cache_len: int = 256
+    seed: int = 0
+    next_n: int = 0
+    block_size: int = 128
+
+    def __post_init__(self) -> None:
+        if self.block_size % 16 or self.block_size < 1:
+            raise ModelSourceError(f"a block has a multiple of 16 tokens, not {self.block_size}")
+        if self.prefill_tokens < 1 or self.prefill_tokens + 1 + self.next_n > self.max_cache_len:
+            raise ModelSourceError(
+                f"a prompt of {self.prefill_tokens} tokens and a step of {1 + self.next_n} need a cache of at least "
+                f"{self.prefill_tokens + 1 + self.next_n} tokens per request, not {self.max_cache_len}"
+            )
+
+    @property
+    def prompt_lengths(self) -> list[int]:
+        """Tokens of each prompt: the longest, then one less than, just, and one more than whole blocks, as they fit."""
+        longest = self.prefill_tokens
+        edges = [n for k in range(longest // self.block_size, 0, -1)
+                 for n in (k * self.block_size + d for d in (-1, 0, 1)) if n < longest]
+        generator = torch.Generator().manual_seed(self.seed)
+        rest = torch.randint(1, longest + 1, (self.batch,), generator=generator).tolist()
+        return [longest, *edges, *rest][: self.batch]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the blocks of one request hold."""
+        return -(-self.max_cache_len // self.block_size) * self.block_size
+
+    @property
+    def packed_tokens(self) -> int:
+        """Tokens of the packed row of a prefill, padding included."""
+        return (sum(self.prompt_lengths) // ALIGNMENT + 1) * ALIGNMENT
+
+    def ids(self, phase: Phase, step: int = 0) -> Tensor:
+        """Token ids, int64 on the CPU: all prompts packed, or those of decode step ``step``, [batch, 1 + next_n]."""
+        generator = torch.Generator().manual_seed((self.seed << 16) + (0 if phase == "prefill" else 1 + step))
+        shape = (sum(self.prompt_lengths),) if phase == "prefill" else (self.batch, 1 + self.next_n)
+        return torch.randint(0, like(self.model).shape[0], shape, generator=generator)
+
+    def prompts(self) -> list[Tensor]:
+        """The token ids of each prompt."""
+        return list(self.ids("prefill").split(self.prompt_lengths))
+
+    def new_requests(self) -> Requests:
+        """Requests without a token, with an empty cache."""
+        blocks = self.capacity // self.block_size
+        return Requests(self.model, self.batch, blocks, self.block_size, self.seed, SPARE_BLOCKS)
+
+    def prefill(self, requests: Requests) -> Call:
+        """The call that reads all prompts."""
+        padding = self.packed_tokens - sum(self.prompt_lengths)
+        return (*requests.prefill_inputs(self.prompts(), padding), requests.cache), {}
+
+    def decode(self, tokens: Tensor, requests: Requests) -> Call:
+        """The call that reads ``tokens`` [batch, 1 + next_n] behind what each request has."""
+        return (*requests.decode_inputs(tokens), requests.cache), {}
+
+    def inputs(self, phase: Phase) -> Call:
+        """The call of ``phase`` with a new cache; a decode step stands behind prompts that the cache does not hold."""
+        requests = self.new_requests()
+        if phase == "prefill":
+            return self.prefill(requests)
+        requests.lengths = self.prompt_lengths
+        return self.decode(self.ids("decode"), requests)
+
+    def filled(self, phase: Phase) -> Call:
+        """As `inputs`, but a decode step finds the prompts in the cache: they are read by the eager model."""
+        if phase == "prefill":
+            return self.inputs(phase)
+        requests = self.new_requests()
+        args, _ = self.prefill(requests)
+        with torch.no_grad():
+            self.model.prefill(*args)
+        return self.decode(self.ids("decode"), requests)

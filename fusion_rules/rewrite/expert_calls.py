@@ -18,37 +18,63 @@ from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Number, Op, Pat
 from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule, other_reader
 from cannopy.fusion_rules.engine.spellings import gated_halves_refusal, half
 from cannopy.fusion_rules.engine.stop import describe
+from cannopy.fusion_rules.rewrite.zero_experts import before, handed_on, unmasked, whole_ids
 from cannopy.fx_passes.graph import aten, dtype, is_call, shape
 from cannopy.fx_passes.weight_plan import derived, preview, why_not_weight
 
-TRANSPOSED = "w[0].transpose(1, 2)"
-"""Recipe that brings the middle axis of [E, N, K] weights to the input features: [E, K, N]."""
+ROUTED, DROPPED = 2, 3
+"""drop_pad_mode of npu_moe_finalize_routing with the row of each pair in row-major order: every pair has one, or some
+have -1, which adds nothing; the op's document allows -1 in mode 3 only."""
 
 
 @dataclass(frozen=True)
 class ExpertWeight:
-    """Weights of all experts for one grouped matmul: a placeholder [E, N, K] to transpose at load, or [E, K, N]."""
+    """Weights of all experts for one grouped matmul: a placeholder [E, N, K] to transpose at load, or [E, K, N].
+
+    ``rows``: only so many experts are read, the first ones.
+    """
 
     source: fx.Node
     transposed: bool
+    rows: int | None = None
+
+    @classmethod
+    def of(cls, node: fx.Node, transposed: bool) -> ExpertWeight:
+        """The weight ``node``, which may be the first experts of a longer stack."""
+        first = is_call(node, aten.slice.Tensor) and tuple(node.args[1:3]) == (0, 0) and (*node.args, 1)[4] == 1
+        return cls(cast(fx.Node, node.args[0]), transposed, shape(node)[0]) if first else cls(node, transposed)
+
+    @property
+    def experts(self) -> int:
+        """How many experts it has."""
+        return self.rows or shape(self.source)[0]
+
+    @property
+    def recipe(self) -> str | None:
+        """What is to be done to the source at load time: brings the input features of [E, N, K] to the middle."""
+        kept = "w[0]" if self.rows is None else f"w[0][:{self.rows}]"
+        return f"{kept}.transpose(1, 2)" if self.transposed else None if self.rows is None else kept
 
     def value(self, context: Context) -> torch.Tensor:
         """The fake value [E, K, N]."""
-        if not self.transposed:
+        if self.recipe is None:
             return cast(torch.Tensor, self.source.meta["val"])
-        return preview(context.editor, [self.source], TRANSPOSED)
+        return preview(context.editor, [self.source], self.recipe)
 
     def node(self, context: Context) -> fx.Node:
         """The placeholder [E, K, N]; on a device it is FRACTAL_NZ unless fp32, as grouped matmul reads it fastest."""
-        if not self.transposed:
+        if self.recipe is None:
             return self.source
         nz = dtype(self.source) != torch.float32
-        return derived(context.program, context.editor, f"{self.source.name}_kn", [self.source], TRANSPOSED, nz)
+        return derived(context.program, context.editor, f"{self.source.name}_kn", [self.source], self.recipe, nz)
 
 
 @dataclass(frozen=True)
 class Experts:
-    """What an expert MLP is made of: x of T·H, ids and scales of T·K elements, and the weights."""
+    """What an expert MLP is made of: x of T·H, ids and scales of T·K elements, and the weights.
+
+    ``choices``: the ids are below that number; those that have no weights are zero experts (see `zero_experts`).
+    """
 
     x: fx.Node
     ids: fx.Node
@@ -58,6 +84,7 @@ class Experts:
     gate_up: ExpertWeight
     down: ExpertWeight
     skip: fx.Node | None = None
+    choices: int | None = None
 
     @property
     def hidden(self) -> int:
@@ -65,33 +92,23 @@ class Experts:
         return math.prod(shape(self.x)) // self.tokens
 
 
-def _before(node: fx.Node, *targets: Anything) -> fx.Node:
-    while is_call(node, *targets):
-        node = cast(fx.Node, node.args[0])
-    return node
-
-
 def _chosen_ids(ids: fx.Node) -> fx.Node:
     """The ids before reshapes, and before int32 ids were widened."""
-    source = _before(ids, aten.reshape.default)
-    if is_call(source, aten._to_copy.default):
-        narrow = _before(cast(fx.Node, source.args[0]), aten.reshape.default)
-        if dtype(narrow) == torch.int32:
-            return narrow
-    return source
+    narrow = whole_ids(ids)
+    return narrow if dtype(narrow) == torch.int32 else before(ids, aten.reshape.default)
 
 
 def _shaped(call: Call, x: fx.Node, size: list[int]) -> Anything:
     if list(shape(x)) == size:
         return x
-    source = _before(x, aten.reshape.default)
+    source = before(x, aten.reshape.default)
     return source if list(shape(source)) == size else call(aten.reshape.default, source, size)
 
 
 def emit(e: Experts, call: Call, gate_up: Anything, down: Anything) -> Anything:
     """[T, H]: route, two grouped matmuls around a SwiGLU, weighted sum plus ``skip``."""
     npu = torch.ops.npu
-    experts = int((gate_up.meta["val"] if isinstance(gate_up, fx.Node) else gate_up).shape[0])
+    experts = e.gate_up.experts
     pairs = [e.tokens, e.top_k]
     ids = _chosen_ids(e.ids)
     ids_2d = _shaped(call, ids, pairs)
@@ -100,7 +117,8 @@ def emit(e: Experts, call: Call, gate_up: Anything, down: Anything) -> Anything:
     x = _shaped(call, e.x, [e.tokens, e.hidden])
     scales = _shaped(call, e.scales, pairs)
     routed = call(
-        npu.npu_moe_init_routing_v2.default, x, ids_2d, active_num=e.tokens * e.top_k, expert_num=experts,
+        npu.npu_moe_init_routing_v2.default, x, ids_2d, active_num=e.tokens * e.top_k,
+        expert_num=e.choices or experts,
         expert_tokens_num_type=1, expert_tokens_num_flag=True, quant_mode=-1, active_expert_range=[0, experts],
         row_idx_type=0,
     )
@@ -114,23 +132,29 @@ def emit(e: Experts, call: Call, gate_up: Anything, down: Anything) -> Anything:
         return call(operator.getitem, product, 0)
 
     hidden = call(npu.npu_swiglu.default, grouped(rows, gate_up))
+    out = grouped(hidden, down)
+    if e.choices is not None:
+        # As [experts, rows each, H], which this mode asks for; the op wants no less experts than K.
+        out = call(aten.reshape.default, out, [e.top_k, e.tokens, e.hidden])
     skip = None if e.skip is None else _shaped(call, e.skip, [e.tokens, e.hidden])
+    if skip is not None and e.skip is not None and dtype(e.skip) != dtype(e.x):
+        skip = call(aten._to_copy.default, skip, dtype=dtype(e.x))
     return call(
-        npu.npu_moe_finalize_routing.default, grouped(hidden, down), skip, None, None, scales, row_idx, None,
-        drop_pad_mode=2,
+        npu.npu_moe_finalize_routing.default, out, skip, None, None, scales, row_idx, None,
+        drop_pad_mode=ROUTED if e.choices is None else DROPPED,
     )
 
 
 def weight_refusal(context: Context, e: Experts, experts: int) -> Refusal | None:
     """Weights are constant and belong to ``experts`` experts. Their dtype is a clause of npu_grouped_matmul."""
     for weight in (e.gate_up, e.down):
-        reason = why_not_weight(context.program, weight.source) if weight.transposed else None
+        reason = why_not_weight(context.program, weight.source) if weight.recipe else None
         if reason is not None:
             return Refusal(f"expert weights must be parameters to be laid out as [E, K, N] at load time: {reason}",
                            weight.source, "weight", "a parameter or buffer", reason,
                            "keep the weights of all experts in the module as one parameter")
-        if shape(weight.source)[0] != experts:
-            return Refusal(f"{experts} experts are counted, the weights have {shape(weight.source)[0]}", weight.source,
+        if weight.experts != experts:
+            return Refusal(f"{experts} experts are counted, the weights have {weight.experts}", weight.source,
                            "shape", f"weights of {experts} experts", str(list(shape(weight.source))),
                            "count as many experts as the weights have")
     return None
@@ -168,7 +192,8 @@ def glu(up_projection: Pattern) -> Pattern:
 
 def summed(weighted: Pattern) -> Pattern:
     """Σ over K of [T, K, H]."""
-    return op(aten.sum.dim_IntList, op(aten.reshape.default, weighted, Any()), Items((Number("sum_dim"),)), name="sum")
+    product = Through(weighted, over=(aten.reshape.default,))
+    return op(aten.sum.dim_IntList, product, Items((Number("sum_dim"),)), name="sum")
 
 
 Collect = Callable[[Match, Context], Experts | Refusal]
@@ -179,6 +204,8 @@ def _skipped(match: Match, experts: Experts) -> Experts | Refusal:
     shared = match.get("shared")
     if shared is None:
         return experts
+    if match.get("wide") is not None:
+        return _zero_share(match, experts, shared)
     if not isinstance(shared, fx.Node) or shape(shared) != shape(match.anchor):
         return Refusal("what is added to the experts' result is not a tensor of its shape: added separately",
                        match.anchor, "shape", str(list(shape(match.anchor))), describe(shared),
@@ -191,6 +218,16 @@ def _skipped(match: Match, experts: Experts) -> Experts | Refusal:
         return _has_readers(shared, [match.anchor], "what is added",
                             "what is added to the experts' result has other readers: added separately")
     return replace(experts, skip=shared)
+
+
+def _zero_share(match: Match, experts: Experts, shared: object) -> Experts | Refusal:
+    """``experts`` with what zero experts add before the sum is rounded; it is rounded on its own then."""
+    if handed_on(shared, experts.x, experts.ids, experts.gate_up.experts):
+        return replace(experts, skip=cast(fx.Node, shared))
+    found = describe(shared)
+    return Refusal("what is added before the sum is rounded is not the share of zero experts: the sum stays as it is",
+                   match["wide"], "operand", "x · Σ w over the numbers that have no weights", found,
+                   f"round the sum over the chosen experts to {describe(dtype(experts.x))} before {found} is added")
 
 
 def _has_readers(node: fx.Node, allowed: Sequence[fx.Node], what: str, reason: str) -> Refusal:
@@ -234,7 +271,12 @@ def rules(name: str, equation: str, weighted: Pattern, collect: Collect) -> tupl
 
     def plan(match: Match, context: Context) -> Experts | Refusal:
         experts = collect(match, context)
-        return experts if isinstance(experts, Refusal) else _skipped(match, experts)
+        if isinstance(experts, Refusal):
+            return experts
+        found = unmasked(experts.ids, experts.scales, experts.gate_up.experts)
+        if found is not None:
+            experts = replace(experts, ids=found.ids, scales=found.scales, choices=found.choices)
+        return _skipped(match, experts)
 
     def check(match: Match, context: Context) -> Refusal | None:
         e = plan(match, context)
@@ -257,6 +299,7 @@ def rules(name: str, equation: str, weighted: Pattern, collect: Collect) -> tupl
     def added(routed: Pattern) -> Pattern:
         return op(aten.add.Tensor, Through(routed, over=(aten.reshape.default,)), Any("shared"), commutative=True)
 
-    forms = (added(cast_total), added(plain_total), cast_total, total)
+    wide = op(aten.add.Tensor, total, Any("shared"), commutative=True, name="wide")
+    forms = (op(aten._to_copy.default, wide, dtype=Any()), added(cast_total), added(plain_total), cast_total, total)
     core = weighted if isinstance(weighted, Op) else None
     return tuple(Rule(name, equation, form, rewrite, check, "npu_grouped_matmul", near=5, core=core) for form in forms)

@@ -52,7 +52,10 @@ TOKEN = Alt((
 ))
 ROWS = op(aten.index.Tensor, Any("x"), Items((TOKEN,)))
 EXPERT_OUT = _grouped(glu(_grouped(ROWS, "gate_up")), "down")
-SCALE = op(aten.reshape.default, op(aten.index.Tensor, Any("scales"), Items((PERM,))), Any(), name="scale")
+SCALE = Alt((
+    op(aten.reshape.default, op(aten.index.Tensor, Any("scales"), Items((PERM,))), Any(), name="scale"),
+    op(aten.index.Tensor, Any("scales"), Items((PERM,)), name="scale"),
+))
 WEIGHTED = op(aten.mul.Tensor, EXPERT_OUT, SCALE, commutative=True)
 INVERSE = Alt((
     op(aten.index_put.default, Any(), Items((PERM,)), op(aten.arange.default, Number("count"), rest=True)),
@@ -64,10 +67,11 @@ UNSORTED = op(aten.index.Tensor, WEIGHTED, Items((INVERSE,)))
 
 def _weight(node: object) -> ExpertWeight | None:
     """The weight behind the [E, K, N] operand of a grouped matmul."""
-    if is_call(node, aten.permute.default):
-        permute = cast(fx.Node, node)
-        return ExpertWeight(cast(fx.Node, permute.args[0]), True) if permute.args[1] == [0, 2, 1] else None
-    return ExpertWeight(node, False) if isinstance(node, fx.Node) and node.op == "placeholder" else None
+    transposed = is_call(node, aten.permute.default)
+    if transposed and cast(fx.Node, node).args[1] != [0, 2, 1]:
+        return None
+    weight = ExpertWeight.of(cast(fx.Node, cast(fx.Node, node).args[0] if transposed else node), transposed)
+    return weight if transposed or weight.source.op == "placeholder" else None
 
 
 def _routing_refusal(match: Match) -> Refusal | None:

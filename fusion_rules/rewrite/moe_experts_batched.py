@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 
 from cannopy.fusion_rules.engine.match import Match
-from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Pattern, op
+from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Literal, Pattern, Through, op
 from cannopy.fusion_rules.engine.rule import Context, Refusal
+from cannopy.fusion_rules.engine.spellings import RESHAPE
 from cannopy.fusion_rules.rewrite.expert_calls import (
     Experts,
     ExpertWeight,
@@ -36,12 +37,15 @@ ROWS = Alt((
 def _batched(weight: str, columns: Pattern) -> Pattern:
     """weight[ids] @ column of every pair, as [pairs, features]."""
     product = op(aten.matmul.default, op(aten.index.Tensor, Any(weight), Items((IDS,))), columns, name=f"{weight}_mm")
-    return op(aten.reshape.default, product, Any())
+    return Alt((
+        op(aten.reshape.default, product, Any()),
+        op(aten.select.int, product, Literal(2), Literal(0)),
+    ))
 
 
 EXPERT_OUT = _batched("down", op(aten.reshape.default, glu(_batched("gate_up", ROWS)), Any()))
 SCALE = op(aten.reshape.default, Any("scales"), Any(), name="scale")
-WEIGHTED = op(aten.mul.Tensor, EXPERT_OUT, SCALE, commutative=True)
+WEIGHTED = op(aten.mul.Tensor, Through(EXPERT_OUT, over=RESHAPE, name="out"), SCALE, commutative=True)
 
 
 def _collect(match: Match, context: Context) -> Experts | Refusal:
@@ -63,10 +67,11 @@ def _collect(match: Match, context: Context) -> Experts | Refusal:
         return Refusal("expected weights [E, N, K] times one column per pair", match["gate_up_mm"], "shape",
                        f"weights [E, N, K], columns {[pairs, hidden, 1]}", found,
                        "keep the weights of all experts in one parameter [E, N, K]")
-    if shape(match["scale"]) != (pairs, 1):
+    rows = shape(match["out"])[:-1]
+    if shape(match["scale"]) != (*rows, 1) or math.prod(rows) != pairs:
         return scale_refusal(match["scale"], pairs)
     experts = Experts(
-        match["x"], ids, match["scales"], tokens, top_k, ExpertWeight(gate_up, True), ExpertWeight(down, True)
+        match["x"], ids, match["scales"], tokens, top_k, ExpertWeight.of(gate_up, True), ExpertWeight.of(down, True)
     )
     return weight_refusal(context, experts, shape(gate_up)[0]) or glu_refusal(match, shape(down)[2]) or experts
 

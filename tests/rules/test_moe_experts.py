@@ -220,13 +220,17 @@ def test_refuses(name: str) -> None:
     assert_refused(make(), RULES, reason)
 
 
-def test_refuses_more_weights_than_bins() -> None:
+@pytest.mark.parametrize(("cut", "fires"), [
+    (lambda a: a[:E], True), (lambda a: a[2:], False), (lambda a: a[:: (E + 2) // E][:E], True),
+], ids=["the first", "the last", "the first again"])
+def test_some_rows_of_a_longer_stack(cut: Callable[[Tensor], Tensor], fires: bool) -> None:
     x, ids, scales, w1, w2 = operands()
-    more = torch.cat([w1, w1[:2]])
-    before = trace(lambda x, i, s, a, b: Experts()(x, i, s, a[:E], b), x, ids, scales, more, w2, parameters=[3, 4])
-    _, log = before.fused(RULES)
-    assert log.hits == []
-    assert any("must be parameters" in m.reason for m in log.misses)
+    more = torch.cat([w1, w1[:2] + 1])
+    before = trace(lambda x, i, s, a, b: Experts()(x, i, s, cut(a), b), x, ids, scales, more, w2, parameters=[3, 4])
+    after, log = before.fused(RULES)
+    assert bool(log.hits) is fires
+    assert fires or any("must be parameters" in m.reason for m in log.misses)
+    assert error(after.run()[0], before.run()[0].double()) < 2.0**-7
 
 
 def test_refuses_other_targets_limits() -> None:

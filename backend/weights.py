@@ -161,10 +161,14 @@ class WeightBinder:
                 value = w.build([values[n] for n in w.sources])
             except RuntimeError as e:  # what the asserts of a recipe raise
                 raise WeightValueError(f"weight {w.name}, built from {', '.join(w.sources)}: {e}; compile again") from e
+            value = value if w.sources else self._beside(value)
             yield w.name, self._cast_nz(value) if w.nz and self._cast_nz is not None else value
 
     def _constant(self, target: str) -> torch.Tensor:
-        value = self._artifact.tensors[target]
+        return self._beside(self._artifact.tensors[target])
+
+    def _beside(self, value: torch.Tensor) -> torch.Tensor:
+        """``value``, which comes from no weight, on the device of the weights."""
         devices = {t.device for t in self._sources.values()}
         return value.to(next(iter(devices))) if len(devices) == 1 and value.dim() > 0 else value
 

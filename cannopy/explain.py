@@ -143,7 +143,7 @@ class Lineage:
     def kernels(self, hit: Hit) -> tuple[str, ...]:
         """Names of the device ops of the final graph that come from ``hit``."""
         found = [n for name in hit.made for n in self._ends(name) if _is_device(self.final[n])]
-        fused = [n for n in found if short(self.final[n].target).startswith("npu.")]
+        fused = [n for n in found if short(self.final[n].target).startswith(("npu.", "air."))]
         return tuple(dict.fromkeys(fused or found))
 
     def _ends(self, name: str, seen: set[str] | None = None) -> list[str]:
@@ -330,7 +330,7 @@ def _maker(op: str, rules: Mapping[str, Sequence[Rule]]) -> str:
     """The rule that makes the operation ``op`` (``cannopy.rotary``, ``npu.npu_swiglu``), or ""."""
     space, _, name = op.partition(".")
     for rule, variants in rules.items():
-        if (space == "npu" and any(v.kernel == name for v in variants)) or (
+        if (space in ("npu", "air") and any(v.kernel == name for v in variants)) or (
             space == "cannopy" and rule in (f"lift_{name}", name)
         ):
             return rule

@@ -36,4 +36,4 @@ def folded(graph: fx.Graph) -> set[fx.Node]:
 
 def _name(node: fx.Node) -> str:
     name = str(node.target).removesuffix(".default")
-    return name.removeprefix("npu.").removesuffix("_functional")
+    return name.removeprefix("npu.").removeprefix("air.").removesuffix("_functional")

@@ -117,6 +117,57 @@ def attention_bsnd() -> Call:
     }
 
 
+def fused_grouped(queries: int = 1, **changes: Any) -> Call:
+    call: Call = {
+        "query": t(2, 4, queries, 128),
+        "key": t(2, 2, 40, 128),
+        "value": t(2, 2, 40, 128),
+        "actual_seq_kvlen": t(2, dtype=INT64),
+        "num_query_heads": 4,
+        "num_key_value_heads": 2,
+        "input_layout": "BNSD",
+    }
+    return call | changes
+
+
+def fused_latent(**changes: Any) -> Call:
+    call: Call = {
+        "query": t(6, 4, 512),
+        "key": t(5, 128, 512),
+        "value": t(5, 128, 512),
+        "query_rope": t(6, 4, 64),
+        "key_rope": t(5, 128, 64),
+        "atten_mask": t(2048, 2048, dtype=torch.bool),
+        "actual_seq_qlen": t(2, dtype=INT64),
+        "actual_seq_kvlen": t(2, dtype=INT64),
+        "block_table": t(2, 2, dtype=INT32),
+        "num_query_heads": 4,
+        "num_key_value_heads": 1,
+        "input_layout": "TND_NTD",
+        "sparse_mode": 3,
+        "block_size": 128,
+    }
+    return call | changes
+
+
+def fused_expanded(**changes: Any) -> Call:
+    call: Call = {
+        "query": t(4, 6, 128),
+        "key": t(4, 9, 128),
+        "value": t(4, 9, 128),
+        "query_rope": t(4, 6, 64),
+        "key_rope": t(4, 9, 64),
+        "atten_mask": t(2048, 2048, dtype=torch.bool),
+        "actual_seq_qlen": t(2, dtype=INT64),
+        "actual_seq_kvlen": t(2, dtype=INT64),
+        "num_query_heads": 4,
+        "num_key_value_heads": 4,
+        "input_layout": "NTD_TND",
+        "sparse_mode": 3,
+    }
+    return call | changes
+
+
 def grouped(dtype: torch.dtype = BF16, **changes: Any) -> Call:
     call: Call = {
         "x": [t(12, 64, dtype=dtype)],
@@ -253,6 +304,11 @@ LEGAL: dict[str, dict[str, Callable[[], Call]]] = {
     },
     "npu_lightning_indexer": {"paged": indexer_paged, "bsnd": indexer_bsnd, "tnd": indexer_tnd},
     "npu_sparse_flash_attention": {"paged": attention_paged, "bsnd": attention_bsnd, "tnd": attention_tnd},
+    "npu_fused_infer_attention_score_v2": {
+        "grouped": fused_grouped,
+        "latent": fused_latent,
+        "expanded": fused_expanded,
+    },
     "npu_mla_prolog_v3": {
         "paged": prolog,
         "batched": lambda: prolog((2, 3)),

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import torch
-
 from cannopy.fusion_rules.contracts import Clause, Violation, check_call, load_contract
 from cannopy.fusion_rules.contracts.checker import bound
 from cannopy.fusion_rules.contracts.expressions import Expression
 from tests.contracts.examples import Example, examples
+from tests.contracts.operators import operator
 
 DTYPES = ("float64", "int32", "float16", "bfloat16", "float32", "int64", "int8")
 LISTS: tuple[list[int], ...] = ([0], [5, 5], [0, 99], [2, 1, 0], [0, 2, 1], [1, 16], [0, 8])
@@ -134,7 +133,7 @@ def _near(e: Example, clause: Clause) -> Iterator[Example]:
 
 def _argument(e: Example, name: str, clause: Clause) -> Iterator[Example]:
     contract = load_contract(e.op)
-    (kind,) = (str(a.type) for a in getattr(torch.ops.npu, e.op).default._schema.arguments if a.name == name)
+    (kind,) = (str(a.type) for a in operator(e.op)._schema.arguments if a.name == name)
     optional = kind.startswith("Optional[")
     kind = kind.removeprefix("Optional[").removesuffix("]") if optional else kind
     value = e.arguments.get(name, contract.arguments[name])

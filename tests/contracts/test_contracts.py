@@ -33,6 +33,7 @@ from tests.contracts.calls import (
     prolog,
     t,
 )
+from tests.contracts.operators import operator
 
 OPS = sorted({load_contract(name).op for name in contract_names()})
 VARIANTS = [(op, variant) for op in LEGAL for variant in LEGAL[op]]
@@ -44,7 +45,7 @@ def test_every_contract_has_legal_calls() -> None:
 
 @pytest.mark.parametrize("name", contract_names())
 def test_arguments_are_those_of_the_schema(name: str) -> None:
-    schema = getattr(torch.ops.npu, name).default._schema
+    schema = operator(name)._schema
     expected = {a.name: a.default_value if a.has_default_value() else REQUIRED for a in schema.arguments}
     assert list(load_contract(name).arguments.items()) == list(expected.items())
 

@@ -99,6 +99,27 @@ def _attention(q: Tensor, kv: Tensor, i: Tensor, table: Tensor, lq: Tensor, lk: 
     )[0]  # fmt: skip
 
 
+def _dense_inputs() -> tuple[Tensor, ...]:
+    return (_r(6, 4, 512), _r(4, 128, 512), torch.tensor([[2, 0], [1, 3]], dtype=torch.int32), torch.tensor([2, 6]),
+            torch.tensor([200, 256]), _r(6, 4, 64), _r(4, 128, 64))
+
+
+def _dense(q: Tensor, kv: Tensor, table: Tensor, lq: Tensor, lk: Tensor, qr: Tensor, kr: Tensor) -> Any:
+    mask = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+    return torch.ops.air.npu_fused_infer_attention_score_v2(
+        q, kv, kv, query_rope=qr, key_rope=kr, atten_mask=mask, actual_seq_qlen=lq, actual_seq_kvlen=lk,
+        block_table=table, num_query_heads=4, num_key_value_heads=1, softmax_scale=0.07, input_layout="TND_NTD",
+        sparse_mode=3, block_size=128,
+    )[0]  # fmt: skip
+
+
+def _dense_grouped(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Any:
+    return torch.ops.air.npu_fused_infer_attention_score_v2(
+        q, k, v, actual_seq_kvlen=lengths, num_query_heads=4, num_key_value_heads=2, softmax_scale=0.07,
+        input_layout="BNSD",
+    )[0]  # fmt: skip
+
+
 def _gating(x: Tensor, bias: Tensor) -> Any:
     y, index, _ = npu.npu_moe_gating_top_k(
         x, 4, bias=bias, k_group=2, group_count=4, group_select_mode=1, renorm=0, norm_type=1,
@@ -183,6 +204,12 @@ FUSED: list[FusedCase] = [
     FusedCase("MoeFinalizeRoutingV2", _finalize, _finalize_inputs),
     FusedCase("LightningIndexer", _indexer, _indexer_inputs),
     FusedCase("SparseFlashAttention", _attention, _attention_inputs),
+    FusedCase("FusedInferAttentionScore", _dense, _dense_inputs, name="FusedInferAttentionScore-latent"),
+    FusedCase(
+        "FusedInferAttentionScore", _dense_grouped,
+        lambda: (_r(2, 4, 1, 32), _r(2, 2, 9, 32), _r(2, 2, 9, 32), torch.tensor([9, 4])),
+        name="FusedInferAttentionScore-grouped",
+    ),
     FusedCase("MlaPrologV3", _prolog, _prolog_inputs, mutates=(9, 10)),
     FusedCase("ScatterNdUpdate", _scatter, lambda: (_r(8, 16), torch.tensor([[5], [1]]), _r(2, 16)), mutates=(0,)),
 ]

@@ -21,9 +21,9 @@ def test_every_contract_has_a_kernel_and_the_reverse() -> None:
 
 
 def test_registering_twice_is_harmless() -> None:
-    library = registry._Registration.library
+    library = registry._Registration.libraries
     register()
-    assert registry._Registration.library is library
+    assert registry._Registration.libraries is library
 
 
 def test_the_target_decides_what_is_refused() -> None:
@@ -47,7 +47,7 @@ def test_importing_registers_nothing() -> None:
 
 
 def test_refused_where_there_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry._Registration, "library", None)
+    monkeypatch.setattr(registry._Registration, "libraries", ())
     monkeypatch.setattr(registry, "find_cann", lambda: Cann(Path("/usr/local/Ascend/lib/libascendcl.so"), True))
     with pytest.raises(HostKernelsError, match="CANN is installed"):
         register()

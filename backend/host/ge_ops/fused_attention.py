@@ -1,4 +1,4 @@
-"""MLA prolog, lightning indexer and sparse attention through the CPU kernels of torch.ops.npu.
+"""MLA prolog, lightning indexer, sparse and dense attention through the CPU kernels of torch.ops.npu.
 
 Inputs are handed over by their GE names, which are the npu op's argument names; attributes by the names that
 torchair's converters give them (they differ from the argument's where a comment says so).
@@ -11,8 +11,10 @@ from collections.abc import Sequence
 import torch
 
 from cannopy.backend.host.ge_ops.op import Builder, Kernel, Op, Tensor
+from cannopy.fusion_rules.engine.torchair_ops import torchair_op
 
 _LONGEST = (1 << 63) - 1
+_ALL_TOKENS = (1 << 31) - 1
 
 
 def named(op: Op, args: Sequence[Tensor | None], keep_none: bool = False) -> dict[str, Tensor | None]:
@@ -78,7 +80,31 @@ def sparse_flash_attention(op: Op) -> Kernel:
     return lambda *args: torch.ops.npu.npu_sparse_flash_attention(**named(op, args), **attrs)
 
 
+def fused_infer_attention_score(op: Op) -> Kernel:
+    """(attention_out, softmax_lse). Quantised forms are inputs and attributes that the kernel's contract refuses."""
+    names = {"key0": "key", "value0": "value", "actual_seq_lengths": "actual_seq_qlen",
+             "actual_seq_lengths_kv": "actual_seq_kvlen"}
+    attrs = {
+        "num_query_heads": op.integer("num_heads", 1),
+        "num_key_value_heads": op.integer("num_key_value_heads", 0),
+        "softmax_scale": op.number("scale", 1.0),
+        "input_layout": op.text("input_layout", "BSH"),
+        "pre_tokens": op.integer("pre_tokens", _ALL_TOKENS),
+        "next_tokens": op.integer("next_tokens", _ALL_TOKENS),
+        "sparse_mode": op.integer("sparse_mode", 0),
+        "block_size": op.integer("block_size", 0),
+        "inner_precise": op.integer("inner_precise", 0),
+        "query_quant_mode": op.integer("query_quant_mode", 0),
+        "key_quant_mode": op.integer("key_antiquant_mode", 0),
+        "value_quant_mode": op.integer("value_antiquant_mode", 0),
+        "return_softmax_lse": op.flag("softmax_lse_flag", False),
+    }
+    kernel = torchair_op("npu_fused_infer_attention_score_v2")
+    return lambda *args: kernel(**{names.get(n, n): a for n, a in named(op, args).items()}, **attrs)
+
+
 OPS: dict[str, Builder] = {
+    "FusedInferAttentionScore": fused_infer_attention_score,
     "LightningIndexer": lightning_indexer,
     "MlaPrologV3": mla_prolog_v3,
     "SparseFlashAttention": sparse_flash_attention,

@@ -10,9 +10,11 @@ import torch
 import torch_npu
 
 from ....fusion_rules.contracts import demand
+from ....fusion_rules.engine.torchair_ops import torchair_op
 from .. import target
 from ..standin.cann import find_cann
 from .add_rms_norm import npu_add_rms_norm
+from .fused_infer_attention_score import npu_fused_infer_attention_score_v2
 from .grouped_matmul import npu_grouped_matmul
 from .interleave_rope import npu_interleave_rope
 from .lightning_indexer import npu_lightning_indexer
@@ -32,6 +34,7 @@ Kernel = Callable[..., Any]
 
 KERNELS: tuple[Kernel, ...] = (
     npu_add_rms_norm,
+    npu_fused_infer_attention_score_v2,
     npu_grouped_matmul,
     npu_interleave_rope,
     npu_lightning_indexer,
@@ -51,6 +54,9 @@ KERNELS: tuple[Kernel, ...] = (
 )
 """The function's name is the op's name."""
 
+TORCHAIR: tuple[Kernel, ...] = (npu_fused_infer_attention_score_v2,)
+"""Kernels of ops that torchair defines a second time, in its namespace ``air``, for graphs; its own CPU kernels raise."""
+
 
 class HostKernelsError(RuntimeError):
     """The CPU kernels must not be registered here."""
@@ -59,20 +65,24 @@ class HostKernelsError(RuntimeError):
 class _Registration:
     """The process's one registration: PyTorch drops kernels when their Library object dies."""
 
-    library: torch.library.Library | None = None
+    libraries: tuple[torch.library.Library, ...] = ()
 
 
 def register() -> None:
-    """Register every kernel for the CPU dispatch key of the `npu` library; later calls do nothing.
+    """Register every kernel for the CPU dispatch key of the libraries `npu` and `air`; later calls do nothing.
 
     Raises `HostKernelsError` on a machine with an NPU or with CANN.
     """
-    if _Registration.library is None:
+    if not _Registration.libraries:
         _refuse_on_device()
         library = torch.library.Library("npu", "IMPL", "CPU")
         for kernel in KERNELS:
             library.impl(kernel.__name__, _guarded(kernel))
-        _Registration.library = library
+        graph = torch.library.Library("air", "IMPL", "CPU")
+        for kernel in TORCHAIR:
+            if torchair_op(kernel.__name__) is not None:
+                graph.impl(kernel.__name__, _guarded(kernel), allow_override=True)
+        _Registration.libraries = (library, graph)
 
 
 def _refuse_on_device() -> None:

@@ -7,6 +7,7 @@ Otherwise capture, run the passes, and call `build` with the same `Lookup`; it c
 from __future__ import annotations
 
 import logging
+import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,10 +19,14 @@ from torch import fx
 
 from cannopy.backend import torchair
 from cannopy.backend.artifact import Artifact, Fingerprint
-from cannopy.backend.cache import store
+from cannopy.backend.cache import agree, folder, store
+from cannopy.backend.cache.claim import Claim, find_or_claim
 from cannopy.backend.cache.key import call_form, fingerprint
+from cannopy.backend.cache.lock import BuildLock
 from cannopy.backend.cache.manifest import SOURCE, TORCHAIR, CorruptError, NotCacheableError
 from cannopy.backend.cache.manifest import artifact as read_artifact
+from cannopy.backend.cache.publish import publish
+from cannopy.backend.cache.store import Found
 from cannopy.backend.emit import constant, emit
 from cannopy.backend.options import BuildOptions
 from cannopy.backend.runtime import CompiledModel, ExecutorFactory, GeneratedModule, MakeOutput, eager_executor
@@ -40,17 +45,37 @@ class CacheWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Lookup:
-    """What the cache had for a call. ``compiled`` is set on a hit; ``path`` is None when there is no cache to use."""
+    """What the cache had for a call. ``compiled`` is set on a hit; ``path`` is None when there is no cache to use.
+
+    On a miss it is the right to build the entry: compile inside ``with found:``, so that processes and ranks that wait
+    for this one learn how it ended (`agree.RankError` when another rank failed).
+    """
 
     fingerprint: Fingerprint
     status: Literal["hit", "miss", "rebuilt"]
     reason: str
     path: Path | None = None
     compiled: CompiledModel | None = None
+    lock: BuildLock | None = None
+    peers: agree.Peers | None = None
 
     def report(self) -> dict[str, str]:
         """The ``cache`` part of a compile report."""
         return {"status": self.status, "key": self.fingerprint.key, "reason": self.reason}
+
+    def __enter__(self) -> Lookup:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        failure = "" if kind is None else f"{kind.__name__}: {error}"
+        if self.lock is not None:
+            self.lock.release(failure)
+        if self.peers is None:
+            return
+        if failure:
+            self.peers.fail(failure)
+        else:
+            self.peers.exchange(agree.ENDED, "ready")
 
 
 def lookup(
@@ -65,34 +90,108 @@ def lookup(
 
     ``make_output(spec)`` gives ``(tensors, module, args, kwargs) -> result`` (`cannopy.frontend.outputs.builder`).
     An entry that is corrupt, that torchair refuses, or that relies on a property that the weights do not have, is
-    renamed away and reported as ``rebuilt``.
-    Raises `store.CacheFolderError` for a folder that others can write.
+    renamed away and reported as ``rebuilt``. While another process builds the entry this one waits; ranks of
+    torch.distributed look together.
+    Raises `folder.CacheFolderError` for a folder that others can write, `agree.RankError`.
     """
     identity = fingerprint(model, method, args, kwargs, options)
     if not options.use_cache:
         return Lookup(identity, "miss", "the cache is switched off")
+    search = _Search(identity, model, options, make_output)
+    phase = identity.details["options"].get("phase", "")
+    what = f"{type(model).__name__}.{method}" + (f" ({phase})" if phase else "")
+    peers = agree.peers(what, options.ranks, options.cache_timeout)
+    if peers is None:
+        return search.run(claim=True)
     try:
-        root = store.resolve_dir(options.cache_dir)
-    except store.CacheFolderError:
+        return _together(search, peers)
+    except BaseException as e:
+        peers.fail(f"{type(e).__name__}: {e}")
         raise
-    except OSError as e:
-        return Lookup(identity, "miss", _uncached(e, options.cache_dir))
-    name = type(model).__name__
-    found = store.find(root, name, identity)
-    if found.status == "miss":
-        return Lookup(identity, "miss", found.reason, found.path)
-    reason = found.reason
-    if found.content is not None:
+
+
+def _together(search: _Search, peers: agree.Peers) -> Lookup:
+    """A look-up of all ranks: they go on together, and all know why when one has to build.
+
+    A graph that may hold collectives is built by all ranks at once, those that have it too: its first run needs them.
+    """
+    mine = search.run(claim=False)
+    identity = search.identity
+    words = peers.exchange(
+        agree.LOOKED, mine.status, key=identity.key, reason=mine.reason,
+        own_graph="rank" in identity.details["topology"],
+        versions={**identity.details["versions"], "cannopy": identity.fields["package"][:16]},
+    )
+    for line in agree.different_versions(words):
+        warnings.warn(f"ranks that compile {peers.what} differ: {line}", CacheWarning, stacklevel=4)
+    missing = [r for r, w in words.items() if w.status != "hit"]
+    if not missing:
+        return mine
+    if any(w.own_graph for w in words.values()):
+        if mine.compiled is None:
+            return replace(mine, peers=peers)
+        reason = f"{agree.ranks_text(missing)} had no entry ({words[missing[0]].reason}); all ranks build together"
+        return Lookup(identity, "miss", reason, mine.path, peers=peers)
+    if mine.compiled is None:
+        again = search.run(claim=True)
+        mine = replace(again, status=mine.status, reason=mine.reason) if again.status == "miss" else again
+    if mine.compiled is None:
+        return replace(mine, peers=peers)
+    peers.exchange(agree.ENDED, "ready")
+    return mine
+
+
+@dataclass(frozen=True)
+class _Search:
+    """A look-up in the cache folder."""
+
+    identity: Fingerprint
+    model: torch.nn.Module
+    options: BuildOptions
+    make_output: MakeOutput
+
+    def run(self, claim: bool) -> Lookup:
+        """The entry, or (``claim``) the right to build it, after waiting for a process that builds it."""
         try:
-            compiled = _load(found.path, found.content, model, options, make_output)
-        except (torchair.LoadError, CorruptError, WeightValueError) as e:
-            reason = str(e)
-        else:
-            hit = Lookup(identity, "hit", "", found.path, compiled)
+            root = folder.resolve_dir(self.options.cache_dir)
+        except folder.CacheFolderError:
+            raise
+        except OSError as e:
+            return Lookup(self.identity, "miss", _uncached(e, self.options.cache_dir))
+        reasons: list[str] = []
+        got = Claim(Found("miss", root, ""))
+        for _ in range(3):  # what torchair refuses is set aside, and another process may have built it again
+            try:
+                got = self._look(root, claim)
+            except OSError as e:
+                return Lookup(self.identity, "miss", _uncached(e, root))
+            found = got.found
+            if found.content is None:
+                break
+            try:
+                compiled = _load(found.path, found.content, self.model, self.options, self.make_output)
+            except (torchair.LoadError, CorruptError, WeightValueError) as e:
+                reasons.append(str(e))
+                if found.use is not None:
+                    found.use.close()
+                store.set_aside(found.path, str(e), found.inode)
+                continue
+            if found.use is not None:
+                found.use.until_gone(compiled)
+            hit = Lookup(self.identity, "hit", "", found.path, compiled)
             compiled.report["cache"] = hit.report()
             return hit
-    store.set_aside(found.path, reason, found.inode)
-    return Lookup(identity, "rebuilt", reason, found.path)
+        if got.found.status == "corrupt":
+            reasons.append(got.found.reason)
+            store.set_aside(got.found.path, got.found.reason, got.found.inode)
+        reason = "; ".join(filter(None, [reasons[0] if reasons else got.found.reason, got.note]))
+        return Lookup(self.identity, "rebuilt" if reasons else "miss", reason, got.found.path, lock=got.lock)
+
+    def _look(self, root: Path, claim: bool) -> Claim:
+        name = type(self.model).__name__
+        if claim:
+            return find_or_claim(root, name, self.identity, self.options.cache_timeout)
+        return Claim(store.find(root, name, self.identity))
 
 
 def build(
@@ -131,7 +230,10 @@ def build(
     reason = found.reason
     if options.use_cache and found.path is not None:
         files = work.files() if isinstance(factory, torchair.TorchairFactory) else {}
-        reason = _publish(artifact, files, log, found.path.parent) or reason
+        failure = _publish(compiled, files, log, found.path.parent)
+        reason = failure or reason
+        if found.lock is not None:
+            found.lock.release(failure)
     compiled.report = dict(artifact.report) | {"cache": replace(found, reason=reason).report()}
     return compiled
 
@@ -192,11 +294,20 @@ def _load(
     work = torchair.WorkFolder()
     for name, data in files.items():
         if name.startswith(f"{TORCHAIR}/"):
-            store.write_private(work.path / name.removeprefix(f"{TORCHAIR}/"), data)
+            _write_work(work.path / name.removeprefix(f"{TORCHAIR}/"), data)
     generated = GeneratedModule(artifact, str(path / SOURCE))
     compiled = CompiledModel(artifact, model, generated, _factory(options, work), make_output, _nz_cast())
     compiled.executor()
     return compiled
+
+
+def _write_work(path: Path, data: bytes) -> None:
+    try:
+        folder.write_private(path, data)
+    except OSError as e:
+        raise torchair.WorkFolderError(
+            f"the temporary folder {tempfile.gettempdir()} cannot be written ({e}); make room there or set TMPDIR"
+        ) from e
 
 
 def _factory(options: BuildOptions, work: torchair.WorkFolder) -> ExecutorFactory:
@@ -208,20 +319,23 @@ def _filename(path: Path | None, artifact: Artifact) -> str:
     return f"{folder}/{SOURCE}"
 
 
-def _publish(artifact: Artifact, files: Mapping[str, Path], log: list[str], root: Path) -> str:
-    """Why the entry was not written; "" when it was."""
+def _publish(compiled: CompiledModel, files: Mapping[str, Path], log: list[str], root: Path) -> str:
+    """Why the entry was not written; "" when it was. Its use lasts as long as `compiled`."""
     try:
-        store.publish(artifact, files, log, root)
+        use = publish(compiled.artifact, files, log, root)
     except NotCacheableError as e:
         warnings.warn(str(e), CacheWarning, stacklevel=3)
         return str(e)
     except OSError as e:
         return _uncached(e, root)
+    if use is not None:
+        use.until_gone(compiled)
     return ""
 
 
-def _uncached(error: OSError, folder: object) -> str:
-    text = f"compile cache {folder or store.default_cache_dir()} not written ({error}); running uncached"
+def _uncached(error: OSError, where: object) -> str:
+    place = where or "in ~/.cache"
+    text = f"compile cache {place} not usable ({error}); running uncached"
     warnings.warn(text, CacheWarning, stacklevel=4)
     return text
 

@@ -70,6 +70,8 @@ def compile(
         cannopy.pipeline.FusionRequiredError: a required fusion did not apply.
         cannopy.fx_passes.manager.PassError: a pass failed its verification; nothing was emitted.
         cannopy.backend.torchair.CompileError: torchair refused the graph; the cache is as it was.
+        cannopy.backend.cache.folder.CacheFolderError: somebody else can write in the cache folder.
+        cannopy.backend.cache.agree.RankError: another rank did not come, failed, or compiles something else.
     """
     options = options or Options()
     kwargs = dict(example_kwargs or {})
@@ -89,14 +91,15 @@ def compile(
     if found.compiled is not None:
         found.compiled.report = {**found.compiled.report, "timings": timings}
         return Compiled(found.compiled, model)
-    program, done = lower(model, method, example_inputs, kwargs, options, timings, made)
-    start = time.perf_counter()
-    report = _report(program, done, options.target, on_device, timings)
-    timings["predict"] = time.perf_counter() - start
-    start = time.perf_counter()
-    compiled = backend.build(program, model, method, example_inputs, kwargs, building, found, report,
-                             outputs.builder)
-    timings["torchair"] = time.perf_counter() - start
+    with found:
+        program, done = lower(model, method, example_inputs, kwargs, options, timings, made)
+        start = time.perf_counter()
+        report = _report(program, done, options.target, on_device, timings)
+        timings["predict"] = time.perf_counter() - start
+        start = time.perf_counter()
+        compiled = backend.build(program, model, method, example_inputs, kwargs, building, found, report,
+                                 outputs.builder)
+        timings["torchair"] = time.perf_counter() - start
     compiled.report = {**compiled.report, "timings": timings}
     return Compiled(compiled, model)
 
@@ -148,7 +151,7 @@ def build_options(made: pipeline.Plan) -> BuildOptions:
     """What the backend has to know of a plan."""
     options = made.options
     return BuildOptions(target=options.target, text=made.text(), cache_dir=options.cache_dir,
-                        use_cache=options.use_cache)
+                        use_cache=options.use_cache, cache_timeout=options.cache_timeout, ranks=options.ranks)
 
 
 def _report(

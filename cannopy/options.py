@@ -30,6 +30,8 @@ class Options:
         target: the product to compile for. Where an NPU is present, the NPU is the target.
         cache_dir: folder of the compile cache; None is ``$XDG_CACHE_HOME/cannopy`` or ``~/.cache/cannopy``.
         use_cache: False neither reads nor writes the cache.
+        cache_timeout: seconds to wait for another process or rank that is building the same entry.
+        ranks: the ranks of torch.distributed that compile this together; None is all, ``(rank,)`` this one alone.
         fusions: rule name → True (the default of every rule), False (leave it out) or ``"require"``
             (an error with the reasons when it applies nowhere). The switches of ``fuse{…}`` in ``pipeline`` are added.
         pipeline: the stages of the compiler as a text, ``normalise,lift,fuse,legalise,…`` (`cannopy.pipeline_text`).
@@ -49,6 +51,8 @@ class Options:
     target: Target = "atlas-a3"
     cache_dir: Path | None = None
     use_cache: bool = True
+    cache_timeout: float = 1800.0
+    ranks: tuple[int, ...] | None = None
     fusions: Mapping[str, FusionSwitch] = field(default_factory=dict)
     block_size: int | None = None
     dump_dir: Path | None = None
@@ -68,6 +72,10 @@ class Options:
         size = self.block_size
         if size is not None and (isinstance(size, bool) or size % 16 or not 0 < size <= MAX_BLOCK):
             raise OptionError(f"block_size: expected a multiple of 16 from 16 to {MAX_BLOCK}, found {size!r}")
+        if isinstance(self.cache_timeout, bool) or not self.cache_timeout >= 0:
+            raise OptionError(f"cache_timeout: expected seconds from 0, found {self.cache_timeout!r}")
+        if self.ranks is not None:
+            object.__setattr__(self, "ranks", tuple(self.ranks))
         for name in ("cache_dir", "dump_dir"):
             value = getattr(self, name)
             if value is not None:

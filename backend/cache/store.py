@@ -1,51 +1,42 @@
-"""The compile cache on disk: ``<cache_dir>/<model class>-<key[:16]>/``.
+"""The compile cache on disk: ``<cache_dir>/<model class>-<key[:16]>/``. Reading.
 
-An entry appears by one rename and never changes afterwards. Readers verify every byte before they use it. A corrupt
-entry is renamed away, so that a process which still reads it is not disturbed; `prune` removes such leftovers later.
+An entry appears by one rename and never changes afterwards (`cannopy.backend.cache.publish`). Readers verify every byte
+before they use it, and read through descriptors, so that an entry which is renamed away meanwhile stays readable. A
+corrupt entry is renamed away, not deleted; `cannopy.backend.cache.prune` removes such leftovers later.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
 import secrets
-import shutil
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from cannopy.backend.artifact import Artifact, Fingerprint
-from cannopy.backend.cache import manifest
+from cannopy.backend.artifact import Fingerprint
+from cannopy.backend.cache import lock, manifest
+from cannopy.backend.cache.folder import ASIDE, entry_path, not_private
 from cannopy.backend.cache.key import differences
-from cannopy.backend.cache.manifest import MANIFEST, TORCHAIR, CorruptError
+from cannopy.backend.cache.manifest import CONSTANTS, LOG, MANIFEST, SOURCE, TORCHAIR, CorruptError
 from cannopy.backend.emit import identifier
 
 logger = logging.getLogger("cannopy.backend")
 
-_HIDDEN = (".tmp-", ".aside-", ".trash-")
+USES = "uses"
+"""A file in an entry that grows by one byte per hit. It is not part of what is stored."""
 _NEAREST = 32
-LEFTOVER_AGE = 24 * 3600.0
-"""Seconds after which `prune` takes an unfinished or set-aside entry for abandoned."""
+_ATTEMPTS = 25
+_PAUSE = 0.02
 
 
-class CacheFolderError(PermissionError):
-    """The folder could be written by somebody else; code from it would be executed."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One published compilation, as listed. ``problem`` is None when its files are what its manifest says."""
-
-    path: Path
-    model_class: str
-    method: str
-    key: str
-    bytes: int
-    created: float
-    problem: str | None = None
+class MovedError(Exception):
+    """The entry was renamed or is being removed while it was opened."""
 
 
 @dataclass(frozen=True)
@@ -58,85 +49,199 @@ class Content:
 
 @dataclass(frozen=True)
 class Found:
-    """Result of a look-up. ``content`` is there on a hit only; ``inode`` is that of the folder that was read."""
+    """Result of a look-up.
+
+    ``content`` and ``use`` (a lock that keeps `prune` away) are there on a hit only; ``inode`` is that of what stands
+    at ``path``.
+    """
 
     status: Literal["hit", "miss", "corrupt"]
     path: Path
     reason: str
     content: Content | None = None
     inode: int = 0
-
-
-def default_cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/cannopy`` or ``~/.cache/cannopy``."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "cannopy"
-
-
-def resolve_dir(cache_dir: Path | str | None) -> Path:
-    """The absolute folder, ``~`` expanded; made with mode 0700 if absent. `CacheFolderError`, OSError."""
-    path = Path(os.path.abspath(Path(cache_dir).expanduser())) if cache_dir is not None else default_cache_dir()
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    check_owner(path)
-    return path
-
-
-def check_owner(path: Path) -> None:
-    """`CacheFolderError` unless the folder is ours and closed to the world for writing."""
-    info = path.stat()
-    if info.st_uid != os.getuid():
-        raise CacheFolderError(
-            f"compile cache {path} belongs to uid {info.st_uid}, this process has uid {os.getuid()}:"
-            " compiled code is executed, so it must be your own folder; pass another cache_dir"
-        )
-    if info.st_mode & stat.S_IWOTH:
-        raise CacheFolderError(
-            f"compile cache {path} of uid {info.st_uid} can be written by everybody (mode"
-            f" {stat.S_IMODE(info.st_mode):o}): compiled code is executed; chmod o-w it or pass another cache_dir"
-        )
-
-
-def entry_path(cache_dir: Path, model_class: str, key: str) -> Path:
-    """Where the entry with `key` stands."""
-    return cache_dir / f"{identifier(model_class)}-{key[:16]}"
+    use: lock.Use | None = None
 
 
 def find(cache_dir: Path, model_class: str, fingerprint: Fingerprint) -> Found:
     """The entry of `fingerprint`, verified and read into memory, or why there is none."""
     path = entry_path(cache_dir, model_class, fingerprint.key)
-    reason, inode = "", 0
-    for _ in range(3):  # an entry can appear, or be replaced, between two steps of a reading
+    for _ in range(_ATTEMPTS):  # an entry can appear, be replaced or be removed between two steps of a reading
         try:
-            inode = path.stat().st_ino
-            check_owner(path)
-            content = read_entry(path)
-        except FileNotFoundError as e:
-            if not path.exists():
-                return Found("miss", path, miss_reason(cache_dir, model_class, fingerprint))
-            reason = f"{Path(e.filename).name} is missing"
-        except (CorruptError, CacheFolderError, NotADirectoryError, IsADirectoryError) as e:
+            inode = os.lstat(path).st_ino
+        except FileNotFoundError:
+            return Found("miss", path, miss_reason(cache_dir, model_class, fingerprint))
+        try:
+            content, use = _read_for_use(path)
+        except MovedError:
+            time.sleep(_PAUSE)
+            continue
+        except CorruptError as e:
             return Found("corrupt", path, str(e), inode=inode)
-        else:
-            if manifest.fingerprint(content.body).key != fingerprint.key:
-                return Found("corrupt", path, "the manifest is of another key", inode=inode)
-            return Found("hit", path, "", content, inode)
-    return Found("corrupt", path, reason, inode=inode)
+        if manifest.fingerprint(content.body).key != fingerprint.key:
+            use.close()
+            return Found("corrupt", path, "the manifest is of another key", inode=inode)
+        return Found("hit", path, "", content, inode, use)
+    return Found("miss", path, f"{path.name} is being removed by another process")
 
 
 def read_entry(path: Path) -> Content:
-    """An entry, verified. `CorruptError`, FileNotFoundError."""
-    body = manifest.parse((path / MANIFEST).read_bytes())
-    files = {name: manifest.checked(body, name, (path / name).read_bytes()) for name in body["files"]}
-    return Content(body, files)
+    """An entry, verified. `CorruptError` says what is wrong with it, `MovedError` that it is gone."""
+    with _opened(path) as folder, contextlib.closing(_Manifest(folder)) as opened:
+        return _read(folder, opened.fd)
+
+
+def _read_for_use(path: Path) -> tuple[Content, lock.Use]:
+    """An entry and its use. `CorruptError`, `MovedError`."""
+    with _opened(path) as folder:
+        opened = _Manifest(folder)
+        use = lock.Use.take(opened.fd)
+        if use is None:
+            opened.close()
+            raise MovedError(path)
+        try:
+            if not _is_at(folder, path):
+                raise MovedError(path)
+            content = _read(folder, use.fd)
+        except BaseException:
+            use.close()
+            raise
+        _count_use(folder)
+        return content, use
+
+
+def use_of(path: Path) -> lock.Use | None:
+    """The use of the entry at `path`, unread; None when it is not there or being removed."""
+    with contextlib.suppress(OSError):
+        fd = os.open(path / MANIFEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        use = lock.Use.take(fd)
+        if use is None:
+            os.close(fd)
+        return use
+    return None
+
+
+class _Manifest:
+    """The opened manifest of an entry."""
+
+    def __init__(self, folder: int) -> None:
+        self.fd = _open_below(folder, MANIFEST)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """A descriptor of the entry's folder, which must be ours."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError as e:
+        raise MovedError(path) from e
+    except OSError as e:
+        raise _bad(e, "it", "is no folder") from e
+    try:
+        _private(fd, "its folder", stat.S_ISDIR)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _read(folder: int, manifest_fd: int) -> Content:
+    _private(manifest_fd, MANIFEST)
+    body = manifest.parse(_all_bytes(manifest_fd))
+    names = body.get("files")
+    if not isinstance(names, dict) or not all(map(_known_name, names)):
+        raise CorruptError(f"{MANIFEST} lists files that no entry has")
+    return Content(body, {name: manifest.checked(body, name, _file(folder, name)) for name in names})
+
+
+def _known_name(name: str) -> bool:
+    """Whether an entry can have this file; no name leads out of the folder."""
+    first, *rest = name.split("/")
+    if first == TORCHAIR:
+        return bool(rest) and all(part not in ("", ".", "..") for part in rest)
+    return not rest and first in (SOURCE, CONSTANTS, LOG)
+
+
+def _file(folder: int, name: str) -> bytes:
+    fd = _open_below(folder, name)
+    try:
+        _private(fd, name)
+        return _all_bytes(fd)
+    finally:
+        os.close(fd)
+
+
+def _open_below(folder: int, name: str) -> int:
+    """Open ``a/b/c`` for reading, following no symbolic link on the way. `CorruptError`."""
+    *parents, last = name.split("/")
+    at, opened = folder, []
+    try:
+        for part in parents:
+            at = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
+            opened.append(at)
+        fd = os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
+    except FileNotFoundError as e:
+        raise CorruptError(f"{name} is missing") from e
+    except OSError as e:
+        raise _bad(e, name, "is no file") from e
+    finally:
+        for each in opened:
+            os.close(each)
+    return fd
+
+
+def _bad(error: OSError, name: str, otherwise: str) -> Exception:
+    """What to raise when part of an entry cannot be opened; an error of the machine is raised as it is."""
+    if error.errno == errno.ELOOP:
+        return CorruptError(f"{name} is a symbolic link")
+    if error.errno in (errno.ENOTDIR, errno.ENXIO):
+        return CorruptError(f"{name} {otherwise}")
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return CorruptError(f"{name} cannot be read ({error.strerror})")
+    return error
+
+
+def _private(fd: int, name: str, expected: Callable[[int], bool] = stat.S_ISREG) -> None:
+    info = os.fstat(fd)
+    if not expected(info.st_mode):
+        raise CorruptError(f"{name} is no file")
+    problem = not_private(info)
+    if problem:
+        raise CorruptError(f"{name} {problem}")
+
+
+def _all_bytes(fd: int) -> bytes:
+    size = os.fstat(fd).st_size
+    with os.fdopen(os.dup(fd), "rb") as f:
+        f.seek(0)
+        return f.read(size + 1)
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        there = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return there.st_ino == os.fstat(fd).st_ino
+
+
+def _count_use(folder: int) -> None:
+    with contextlib.suppress(OSError):  # a read-only cache counts nothing
+        fd = os.open(USES, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+        try:
+            os.write(fd, b".")
+        finally:
+            os.close(fd)
 
 
 def miss_reason(cache_dir: Path, model_class: str, fingerprint: Fingerprint) -> str:
     """What differs from the entry of the same model class that differs least."""
     best: list[str] | None = None
-    candidates = sorted(cache_dir.glob(f"{identifier(model_class)}-*"), key=_changed_at, reverse=True)
-    for path in candidates[:_NEAREST]:
+    for path in _newest_first(cache_dir, identifier(model_class))[:_NEAREST]:
         try:
-            other = manifest.fingerprint(manifest.parse((path / MANIFEST).read_bytes()))
+            other = manifest.fingerprint(read_manifest(path))
         except (OSError, CorruptError):
             continue
         lines = differences(other, fingerprint)
@@ -145,123 +250,41 @@ def miss_reason(cache_dir: Path, model_class: str, fingerprint: Fingerprint) -> 
     return f"changed: {', '.join(best)}" if best else f"no entry for {model_class} in {cache_dir}"
 
 
-def publish(artifact: Artifact, torchair_files: Mapping[str, Path], log: list[str], cache_dir: Path) -> Path:
-    """Write the entry beside its place and rename it there. Another process's valid entry is left as it is.
-
-    Raises OSError when the folder cannot be written and `NotCacheableError`; nothing is left behind then.
-    """
-    final = entry_path(cache_dir, artifact.model_class, artifact.fingerprint.key)
-    files = manifest.own_files(artifact, log)
-    files |= {f"{TORCHAIR}/{name}": path.read_bytes() for name, path in torchair_files.items()}
-    files[MANIFEST] = manifest.dump(artifact, files)
-    staging = cache_dir / f".tmp-{final.name}-{os.getpid()}-{secrets.token_hex(4)}"
-    try:
-        for name, data in files.items():
-            write_private(staging / name, data)
-        _rename_into_place(staging, final)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    return final
+def read_manifest(path: Path) -> Mapping[str, Any]:
+    """The manifest of the entry at `path`, checked against its own digest only. OSError, `CorruptError`."""
+    return manifest.parse((path / MANIFEST).read_bytes())
 
 
-def write_private(path: Path, data: bytes) -> None:
-    """A new file of mode 0600, on disk when this returns."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(fd, "wb") as f:
-        os.fchmod(f.fileno(), 0o600)
-        f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
+def made_at(path: Path) -> float:
+    """When the entry came to this folder, in seconds since the epoch; 0 if unknown."""
+    for candidate in (path / MANIFEST, path):
+        with contextlib.suppress(OSError):
+            return os.lstat(candidate).st_mtime
+    return 0.0
 
 
 def set_aside(path: Path, reason: str, inode: int) -> None:
-    """Rename a bad entry out of the way, if the folder with `inode` is still there and not already replaced."""
+    """Rename a bad entry out of the way, if what has `inode` still stands there. A warning names it."""
     try:
-        if path.stat().st_ino != inode:
+        with lock.mutex(path.parent):
+            move_aside(path, reason, inode)
+    except OSError as e:
+        logger.warning("compile cache: %s is not usable (%s) and could not be set aside (%s)", path, reason, e)
+
+
+def move_aside(path: Path, reason: str, inode: int) -> None:
+    """`set_aside` for who has the mutex. OSError."""
+    aside = path.with_name(f"{ASIDE}{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        if os.lstat(path).st_ino != inode:
             return
-        path.rename(path.with_name(f".aside-{path.name}-{os.getpid()}-{secrets.token_hex(4)}"))
+        path.rename(aside)
     except FileNotFoundError:
         return
-    logger.warning("compile cache: %s set aside (%s)", path, reason)
+    logger.warning("compile cache: %s set aside as %s (%s)", path, aside.name, reason)
 
 
-def list_entries(cache_dir: Path | str | None = None) -> list[Entry]:
-    """Every published entry, newest first; files are not verified."""
-    root = Path(cache_dir).expanduser() if cache_dir is not None else default_cache_dir()
-    paths = [p for p in root.iterdir() if p.is_dir() and not p.name.startswith(_HIDDEN)] if root.is_dir() else []
-    return [_entry(p, verify=False) for p in sorted(paths, key=_changed_at, reverse=True)]
-
-
-def verify(cache_dir: Path | str | None = None) -> list[Entry]:
-    """Every published entry with its files checked; bad ones have a `problem` and stay where they are."""
-    return [_entry(e.path, verify=True) for e in list_entries(cache_dir)]
-
-
-def prune(cache_dir: Path | str | None = None, *, older_than: float = 0.0, keep: int = 0) -> list[Path]:
-    """Remove entries made more than `older_than` seconds ago except the `keep` newest, and old leftovers.
-
-    Returns what was removed. An entry is renamed before its files go, so a reader sees all of it or none.
-    """
-    root = Path(cache_dir).expanduser() if cache_dir is not None else default_cache_dir()
-    now = time.time()
-    doomed = [e.path for e in list_entries(root)[keep:] if now - e.created >= older_than]
-    if root.is_dir():
-        leftovers = [p for p in root.iterdir() if p.name.startswith(_HIDDEN)]
-        doomed += [p for p in leftovers if now - _changed_at(p) >= LEFTOVER_AGE]
-    removed = []
-    for path in doomed:
-        trash = root / f".trash-{path.name.lstrip('.')}-{secrets.token_hex(4)}"
-        try:
-            path.rename(trash)
-        except FileNotFoundError:
-            continue
-        shutil.rmtree(trash)
-        removed.append(path)
-    return removed
-
-
-def _rename_into_place(staging: Path, final: Path) -> None:
-    for _ in range(8):
-        try:
-            staging.rename(final)
-            return
-        except (FileExistsError, NotADirectoryError):
-            pass
-        except OSError as e:
-            if not final.exists():
-                raise
-            logger.debug("compile cache: %s is taken (%s)", final, e)
-        inode = 0
-        try:
-            inode = final.stat().st_ino
-            read_entry(final)
-            return  # somebody published the same compilation first
-        except FileNotFoundError as e:
-            set_aside(final, f"{Path(e.filename).name} is missing", inode)
-        except (CorruptError, NotADirectoryError, IsADirectoryError) as e:
-            set_aside(final, str(e), inode)
-    raise OSError(f"could not publish {final}: its place was taken eight times by entries that are not valid")
-
-
-def _entry(path: Path, *, verify: bool) -> Entry:
-    problem = None
-    body: Mapping[str, Any] = {}
-    size = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
-    try:
-        body = manifest.parse((path / MANIFEST).read_bytes())
-        if verify:
-            read_entry(path)
-    except FileNotFoundError as e:
-        problem = f"{Path(e.filename).name} is missing"
-    except (OSError, CorruptError) as e:
-        problem = str(e)
-    key = body["fingerprint"]["key"] if body else ""
-    return Entry(path, body.get("model_class", ""), body.get("method", ""), key, size, _changed_at(path), problem)
-
-
-def _changed_at(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
+def _newest_first(cache_dir: Path, model_class: str) -> list[Path]:
+    with contextlib.suppress(OSError):
+        return sorted(cache_dir.glob(f"{model_class}-*"), key=made_at, reverse=True)
+    return []

@@ -12,7 +12,7 @@ from cannopy.cli.common import console, print_json
 from cannopy.environment import import_torch
 
 if TYPE_CHECKING:
-    from cannopy.backend.cache.store import Entry
+    from cannopy.backend.cache import Entry
 
 _DESCRIPTION = """\
 A compilation is kept under a key made of the model's source and configuration, the shapes of its inputs,
@@ -72,22 +72,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from cannopy.backend.cache import store
+    from cannopy.backend import cache
 
-    return _print_entries(args, store.list_entries(args.cache_dir))
+    return _print_entries(args, cache.list_entries(args.cache_dir))
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from cannopy.backend.cache import store
+    from cannopy.backend import cache
 
-    return _print_entries(args, store.verify(args.cache_dir))
+    return _print_entries(args, cache.verify(args.cache_dir))
 
 
 def _show(args: argparse.Namespace) -> int:
-    from cannopy.backend.cache import manifest, store
+    from cannopy.backend.cache import list_entries, manifest
     from cannopy.errors import CannopyError
 
-    entries = store.list_entries(args.cache_dir)
+    entries = list_entries(args.cache_dir)
     found = [e for e in entries if e.path.name.startswith(args.entry) or (args.entry and e.key.startswith(args.entry))]
     if len(found) != 1:
         names = ", ".join(e.path.name for e in (found or entries)) or "the cache is empty"
@@ -97,10 +97,10 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _prune(args: argparse.Namespace) -> int:
-    from cannopy.backend.cache import store
+    from cannopy.backend import cache
 
     age = 0.0 if args.all else args.older_than_days * _DAY
-    removed = store.prune(args.cache_dir, older_than=age, keep=args.keep)
+    removed = cache.prune(args.cache_dir, older_than=age, keep=args.keep)
     if args.json:
         print_json({"removed": [str(path) for path in removed]})
     else:

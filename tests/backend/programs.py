@@ -137,8 +137,9 @@ def compile_tiny(
     found = look(model, (x, cache), options)
     if found.compiled is not None:
         return found.compiled, x, cache
-    program = program or tiny_program(model, x, cache)
-    return build(program, model, "forward", (x, cache), {}, options, found, report or {}, make_output), x, cache
+    with found:
+        program = program or tiny_program(model, x, cache)
+        return build(program, model, "forward", (x, cache), {}, options, found, report or {}, make_output), x, cache
 
 
 def check_same_as_eager(

@@ -28,7 +28,9 @@ class BuildOptions:
     ``engine``: ``torchair`` (the device, or the host engine where there is none) or ``eager`` (the generated method
     as it is, op by op). ``target`` is the chip that a host lowers for; a device is its own target.
     ``text`` is the textual form of everything upstream that decides the graph (options, pipeline, plan).
-    ``cache_dir`` None is the default folder; ``use_cache`` False neither reads nor writes it.
+    ``cache_dir`` None is the default folder; ``use_cache`` False neither reads nor writes it. ``cache_timeout`` is how
+    long, in seconds, to wait for another process or rank that builds the same; ``ranks`` are those that compile it
+    together, None for all.
     """
 
     engine: Literal["torchair", "eager"] = "torchair"
@@ -36,6 +38,8 @@ class BuildOptions:
     text: str = ""
     cache_dir: Path | None = None
     use_cache: bool = True
+    cache_timeout: float = 1800.0
+    ranks: tuple[int, ...] | None = None
     compiler: Mapping[str, Any] = field(default_factory=lambda: COMPILER_OPTIONS)
 
     def key_items(self) -> dict[str, str]:

@@ -42,6 +42,10 @@ class LoadError(RuntimeError):
     """torchair rejected a stored compilation."""
 
 
+class WorkFolderError(OSError):
+    """The folder for temporary files cannot be written, so nothing can be compiled or loaded."""
+
+
 def have_npu() -> bool:
     """Whether a real device is there; then nothing of the host engine is used."""
     npu = getattr(torch, "npu", None)
@@ -56,10 +60,13 @@ class WorkFolder:
     """A private folder for torchair, removed with the object. Its path has no character that needs quoting."""
 
     def __init__(self) -> None:
-        base = tempfile.gettempdir()
-        if not _SAFE_PATH.fullmatch(base):
-            base = "/tmp"
-        self.path = Path(tempfile.mkdtemp(prefix="cannopy-", dir=base))
+        try:
+            base = tempfile.gettempdir()
+            if not _SAFE_PATH.fullmatch(base):
+                base = "/tmp"
+            self.path = Path(tempfile.mkdtemp(prefix="cannopy-", dir=base))
+        except OSError as e:
+            raise WorkFolderError(f"no folder for temporary files ({e}); make room in it or set TMPDIR") from e
         self._finalizer = weakref.finalize(self, shutil.rmtree, self.path, True)
 
     def files(self) -> dict[str, Path]:

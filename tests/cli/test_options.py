@@ -19,7 +19,7 @@ VARIANTS = {
     "regions": False,
 }
 NOT_IN_TEXT = {"cache_dir": Path("/x"), "use_cache": False, "dump_dir": Path("/x"), "verify": False,
-               "rules": (Path("/x"),)}
+               "rules": (Path("/x"),), "cache_timeout": 5.0, "ranks": (0, 1)}
 
 
 def test_every_option_is_covered_here():
@@ -58,6 +58,7 @@ def test_round_trip():
         ({"block_size": 24}, "multiple of 16"),
         ({"block_size": 0}, "found 0"),
         ({"block_size": True}, "found True"),
+        ({"cache_timeout": -1}, "cache_timeout: expected seconds from 0, found -1"),
     ],
 )
 def test_refusals(values, words):

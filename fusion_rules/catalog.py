@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cannopy.fusion_rules.engine.rule import Rule
 from cannopy.fusion_rules.lift import attention as lift_attention
+from cannopy.fusion_rules.lift import norm_scale as lift_norm_scale
 from cannopy.fusion_rules.lift import rms_norm as lift_rms_norm
 from cannopy.fusion_rules.lift import rotary as lift_rotary
 from cannopy.fusion_rules.lower import add_rms_norm, interleave_rope, rms_norm, rotary_mul
@@ -16,7 +17,12 @@ from cannopy.fusion_rules.rewrite import (
     swiglu,
 )
 
-LIFT: tuple[Rule, ...] = (*lift_rms_norm.RULES, *lift_rotary.RULES, lift_attention.RULE)
+LIFT: tuple[Rule, ...] = (
+    *lift_rms_norm.RULES,
+    *lift_norm_scale.RULES,
+    *lift_rotary.RULES,
+    lift_attention.RULE,
+)
 """ATen spellings to dialect ops."""
 
 REWRITE: tuple[Rule, ...] = (

@@ -29,6 +29,8 @@ def _of(file: str, exact: str, model: str, refuses: str, numerics: str = "") -> 
 TABLE = {
     "lift_rms_norm": _of(NORMS, "test_rounding_before_or_after_gamma", "test_torch_rms_norm",
                          f"{SINGLE}::test_lift_rms_norm_refuses"),
+    "lift_norm_scale": _of("rules/test_norm_scale.py", "test_fires", "test_fires_on_our_longcat_attention",
+                           "test_refuses"),
     "lift_rotary": _of(SINGLE, "test_rotary", f"{ATTENTION}::test_the_whole_layer_fuses", "test_rotary_refuses"),
     "lift_rotary_half": _of(SINGLE, "test_rotary", COUNTS, "test_rotary_refuses"),
     "lift_rotary_apart": _of(SINGLE, "test_rotary", COUNTS, "test_another_permutation_of_the_pairs_stays_in_front"),

@@ -19,6 +19,8 @@ from typing import Any
 STABLE = frozenset({"torch", "torch_npu", "torchair", "numpy", "builtins", "cannopy"}) | sys.stdlib_module_names
 """Top-level packages that the ``versions`` and ``cannopy`` fields of the key cover."""
 
+_COLLECTIVES = frozenset({"_c10d_functional", "c10d", "c10d_functional", "_dtensor"})
+"""Namespaces of ``torch.ops``."""
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -45,6 +47,12 @@ def constant_text(value: Any) -> str | None:
 def top_package(obj: Any) -> str:
     """First part of the name of the module that defines a class or a function."""
     return str(getattr(obj, "__module__", None) or "builtins").split(".")[0]
+
+
+def of_distributed(value: Any) -> bool:
+    """Whether a module, class, function or object is of torch.distributed."""
+    name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+    return isinstance(name, str) and (name.startswith("torch.distributed") or name == "torch._C._distributed_c10d")
 
 
 def own_classes(classes: Iterable[type]) -> list[type]:
@@ -107,6 +115,8 @@ class CodeWalk:
         self._seen: set[int] = set()
         self._queue: list[types.FunctionType] = []
         self._names_done: set[str] = set()
+        self.distributed = False
+        """Whether code that was followed can reach torch.distributed: what it computes may then depend on the rank."""
 
     @property
     def items(self) -> dict[str, str]:
@@ -155,6 +165,7 @@ class CodeWalk:
         keywords = [f"{k}={constant_text(v)}" for k, v in sorted((f.__kwdefaults__ or {}).items())]
         self._found.setdefault(name, set()).add(digest(f"{code_text(f.__code__)}{cells}{defaults}{keywords}"))
         for n in _names(f.__code__):
+            self.distributed |= n.startswith("torch.distributed") or n in _COLLECTIVES  # an import inside, torch.ops.…
             self._global(f, n)
             self.add_name(n)
 
@@ -162,6 +173,8 @@ class CodeWalk:
         if name not in f.__globals__:
             return
         value = f.__globals__[name]
+        whole_torch = value is sys.modules.get("torch")
+        self.distributed |= of_distributed(value) or (whole_torch and "distributed" in _names(f.__code__))
         self._note(f"{f.__module__}.{name}", value)
         if isinstance(value, types.ModuleType):
             if value.__name__.split(".")[0] in STABLE:

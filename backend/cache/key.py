@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from cannopy.backend.artifact import CallForm, Fingerprint
-from cannopy.backend.cache.code import CodeWalk, digest, file_digest, own_classes
+from cannopy.backend.cache.code import CodeWalk, digest, file_digest, of_distributed, own_classes
 from cannopy.backend.cache.describe import Describer, tensor_item
 from cannopy.backend.options import BuildOptions
 from cannopy.fx_passes import calls
@@ -39,6 +39,7 @@ def fingerprint(
     describer = Describer(modules.values())
     attributes, config = _attributes(describer, modules)
     inputs = dict(describer.items(list(args), "args")) | dict(describer.items(dict(kwargs), "kwargs"))
+    code, own_rank = _code(model, method, describer)
     details: dict[str, Items] = {
         "method": {"name": method, "form": repr(call_form(args, kwargs))},
         "config": config,
@@ -49,9 +50,9 @@ def fingerprint(
         "package": {"package": package_digest()},
         "versions": versions(),
         "target": _target(options),
-        "topology": _topology(),
+        "topology": _topology(own_rank),
         "torch state": _torch_state(),
-        "code": _code(model, method, describer),
+        "code": code,
     }
     fields = {name: _digest(items) for name, items in details.items()}
     return Fingerprint(_digest(fields), fields, details)
@@ -137,7 +138,8 @@ def _weights(model: torch.nn.Module) -> dict[str, str]:
     return found
 
 
-def _code(model: torch.nn.Module, method: str, describer: Describer) -> dict[str, str]:
+def _code(model: torch.nn.Module, method: str, describer: Describer) -> tuple[dict[str, str], bool]:
+    """The code that can run, and whether what it computes may depend on the rank or hold collectives."""
     walk = CodeWalk(describer.classes)
     walk.add(getattr(model, method))
     walk.add_name(method)
@@ -146,7 +148,7 @@ def _code(model: torch.nn.Module, method: str, describer: Describer) -> dict[str
         walk.add(f)
     classes = own_classes(type(m) for m in model.modules())
     files = {f"file of {c.__module__}": file_digest(c) for c in classes if c.__module__ != "__main__"}
-    return walk.items | files
+    return walk.items | files, walk.distributed or any(map(of_distributed, describer.classes))
 
 
 def _package_files() -> Iterator[tuple[str, Path]]:
@@ -165,11 +167,13 @@ def _target(options: BuildOptions) -> dict[str, str]:
     return {"device": "host", "target": options.target}
 
 
-def _topology() -> dict[str, str]:
+def _topology(own_rank: bool) -> dict[str, str]:
+    """The world; the rank only where the graph may depend on it, so that ranks with equal graphs share an entry."""
     dist = torch.distributed
     if not (dist.is_available() and dist.is_initialized()):
         return {"world": "1"}
-    return {"world": str(dist.get_world_size()), "rank": str(dist.get_rank()), "backend": str(dist.get_backend())}
+    rank = {"rank": str(dist.get_rank())} if own_rank else {}
+    return {"world": str(dist.get_world_size()), "backend": str(dist.get_backend()), **rank}
 
 
 def _torch_state() -> dict[str, str]:

@@ -17,16 +17,22 @@ from cannopy.report import CompileReport
 
 if TYPE_CHECKING:
     from cannopy.api import Compiled, compile
+    from cannopy.buckets import Buckets
     from cannopy.fusion_rules.extension import rule
 
 __version__ = "0.1.0"
-__all__ = ["CannopyError", "CompileReport", "Compiled", "Options", "compile", "rule"]
+__all__ = ["Buckets", "CannopyError", "CompileReport", "Compiled", "Options", "compile", "rule"]
 
-_NEED_TORCH = {"Compiled": "cannopy.api", "compile": "cannopy.api", "rule": "cannopy.fusion_rules.extension"}
+_NEED_TORCH = {
+    "Buckets": "cannopy.buckets",
+    "Compiled": "cannopy.api",
+    "compile": "cannopy.api",
+    "rule": "cannopy.fusion_rules.extension",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """`compile`, `Compiled` and `rule` on first use; `CannopyError` with the cure when torch cannot be imported."""
+    """What needs torch, on first use; `CannopyError` with the cure when torch cannot be imported."""
     if name not in _NEED_TORCH:
         raise AttributeError(f"module 'cannopy' has no attribute {name!r}")
     from cannopy.environment import import_torch

@@ -14,7 +14,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 """``(args, kwargs)`` of one call."""
 
 
-def _positions_are_given() -> bool:
+def positions_are_given() -> bool:
     """Whether a static cache does not know its length: transformers 4 counts its rows that are not zero."""
     import transformers
 
@@ -63,7 +63,7 @@ class GenerationCase:
     def prefill(self, ids: torch.Tensor, cache: Any) -> Call:
         """The call that reads the prompt ``ids`` ``[batch, tokens]`` into ``cache``."""
         kwargs = {self._cache_name(): cache, "use_cache": True}
-        if _positions_are_given():
+        if positions_are_given():
             past = int(cache.get_seq_length())
             kwargs["cache_position"] = torch.arange(past, past + ids.shape[1], device=ids.device)
         return (ids,), kwargs

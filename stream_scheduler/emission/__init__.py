@@ -1,0 +1,6 @@
+"""A plan written into its graph: order, scopes, waits and prefetches as torchair reads them."""
+
+from cannopy.stream_scheduler.emission.scopes import ScopeRun, scope_runs
+from cannopy.stream_scheduler.emission.write import write
+
+__all__ = ["ScopeRun", "scope_runs", "write"]

@@ -1,0 +1,66 @@
+"""Checks of SuperKernel regions: kernels that fuse, in a row, in one stream and under one limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cannopy.stream_scheduler.plan.model import Cores, Placement
+from cannopy.stream_scheduler.verifier.violation import Subject, Violation
+
+
+def super_kernels(subject: Subject, eligible: Callable[[str], str] | None) -> list[Violation]:
+    """The violations of all regions of a plan."""
+    plan = subject.plan
+    defined = {region.name: region for region in plan.regions}
+    members: dict[str, list[Placement]] = {name: [] for name in defined}
+    found = []
+    for p in plan.placements:
+        if p.super_kernel is None:
+            continue
+        if p.super_kernel not in defined:
+            found.append(Violation("SuperKernel", (p.node,), f"{p.node} is in the region {p.super_kernel!r}, which the "
+                                                             "plan does not define"))
+            continue
+        members[p.super_kernel].append(p)
+        why = eligible(subject.kernel(p.node)) if eligible else ""
+        if why:
+            found.append(Violation("SuperKernel", (p.node,), f"{p.node} cannot be inside a SuperKernel: {why}"))
+    if len(defined) != len(plan.regions):
+        found.append(Violation("SuperKernel", (), "two regions have one name"))
+    for name, inside in members.items():
+        if not inside:
+            found.append(Violation("SuperKernel", (), f"the region {name!r} has no kernel"))
+        elif not defined[name].stream_fusion:
+            found += _one_place(name, inside)
+            found += _in_a_row(subject, name, inside)
+    return found
+
+
+def _one_place(name: str, inside: list[Placement]) -> list[Violation]:
+    first = inside[0]
+    found = []
+    for p in inside[1:]:
+        if p.stream != first.stream:
+            found.append(Violation("SuperKernel", (first.node, p.node), f"the region {name!r} spans two streams: "
+                                   f"{first.node} is in {first.stream}, {p.node} in {p.stream}; expected one, or the "
+                                   "option stream-fusion=1"))
+        elif p.cores != first.cores:
+            found.append(Violation("SuperKernel", (first.node, p.node), f"the region {name!r} has two limits: "
+                                   f"{first.node} {_text(first.cores)}, {p.node} {_text(p.cores)}; expected one, or "
+                                   "the option stream-fusion=1"))
+    return found
+
+
+def _in_a_row(subject: Subject, name: str, inside: list[Placement]) -> list[Violation]:
+    """No other kernel of the stream stands between the first and the last."""
+    stream = inside[0].stream
+    row = [p for p in subject.plan.placements if p.stream == stream]
+    at = {p.node: i for i, p in enumerate(row)}
+    places = [at[p.node] for p in inside if p.stream == stream]
+    between = [row[i] for i in range(min(places), max(places) + 1) if row[i].super_kernel != name]
+    return [Violation("SuperKernel", (p.node,), f"{p.node} stands inside the region {name!r} and is not part of it; "
+                      "end the region before it and open another one behind it") for p in between[:1]]
+
+
+def _text(cores: Cores | None) -> str:
+    return "none" if cores is None else f"c{cores[0]}v{cores[1]}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -28,11 +29,13 @@ from cannopy.backend.cache.manifest import artifact as read_artifact
 from cannopy.backend.cache.publish import publish
 from cannopy.backend.cache.store import Found
 from cannopy.backend.emit import constant, emit
+from cannopy.backend.ge_graph import plan_check
 from cannopy.backend.options import BuildOptions
 from cannopy.backend.runtime import CompiledModel, ExecutorFactory, GeneratedModule, MakeOutput, eager_executor
 from cannopy.backend.weights import FormatCast, WeightValueError
 from cannopy.fx_passes.paths import compile_path
 from cannopy.fx_passes.program import Program
+from cannopy.stream_scheduler import emission
 
 logger = logging.getLogger("cannopy.backend")
 _NZ = 29
@@ -94,10 +97,11 @@ def lookup(
     torch.distributed look together.
     Raises `folder.CacheFolderError` for a folder that others can write, `agree.RankError`.
     """
+    start = time.perf_counter()
     identity = fingerprint(model, method, args, kwargs, options)
     if not options.use_cache:
         return Lookup(identity, "miss", "the cache is switched off")
-    search = _Search(identity, model, options, make_output)
+    search = _Search(identity, model, options, make_output, time.perf_counter() - start)
     phase = identity.details["options"].get("phase", "")
     what = f"{type(model).__name__}.{method}" + (f" ({phase})" if phase else "")
     peers = agree.peers(what, options.ranks, options.cache_timeout)
@@ -149,6 +153,7 @@ class _Search:
     model: torch.nn.Module
     options: BuildOptions
     make_output: MakeOutput
+    key_seconds: float
 
     def run(self, claim: bool) -> Lookup:
         """The entry, or (``claim``) the right to build it, after waiting for a process that builds it."""
@@ -161,6 +166,7 @@ class _Search:
         reasons: list[str] = []
         got = Claim(Found("miss", root, ""))
         for _ in range(3):  # what torchair refuses is set aside, and another process may have built it again
+            start = time.perf_counter()
             try:
                 got = self._look(root, claim)
             except OSError as e:
@@ -168,6 +174,7 @@ class _Search:
             found = got.found
             if found.content is None:
                 break
+            read = time.perf_counter() - start
             try:
                 compiled = _load(found.path, found.content, self.model, self.options, self.make_output)
             except (torchair.LoadError, CorruptError, WeightValueError) as e:
@@ -180,6 +187,7 @@ class _Search:
                 found.use.until_gone(compiled)
             hit = Lookup(self.identity, "hit", "", found.path, compiled)
             compiled.report["cache"] = hit.report()
+            compiled.seconds = {"key": self.key_seconds, "read": read, **compiled.seconds}
             return hit
         if got.found.status == "corrupt":
             reasons.append(got.found.reason)
@@ -225,6 +233,7 @@ def build(
         log = factory.log
     executor = compiled.executor()
     if isinstance(executor, torchair.Loaded):
+        _check_plan(executor.ge_graph, program)
         artifact = replace(artifact, report=dict(artifact.report) | executor.counts())
     compiled.artifact = artifact
     reason = found.reason
@@ -236,6 +245,15 @@ def build(
             found.lock.release(failure)
     compiled.report = dict(artifact.report) | {"cache": replace(found, reason=reason).report()}
     return compiled
+
+
+def _check_plan(ge_graph: Any, program: Program) -> None:
+    """`torchair.CompileError` when the lowered graph does not carry the plan that was written into ``program``."""
+    plan = program.facts.get(emission.PLAN)
+    wrong = plan_check.check(ge_graph, program, plan) if plan is not None else []
+    if wrong:
+        raise torchair.CompileError("torchair lowered the graph without its plan:\n  " + "\n  ".join(wrong[:5])
+                                    + "\nschedule{streams=forbid,...} or a pipeline without the stage leaves it out")
 
 
 def make_artifact(
@@ -297,7 +315,9 @@ def _load(
             _write_work(work.path / name.removeprefix(f"{TORCHAIR}/"), data)
     generated = GeneratedModule(artifact, str(path / SOURCE))
     compiled = CompiledModel(artifact, model, generated, _factory(options, work), make_output, _nz_cast())
+    start = time.perf_counter()
     compiled.executor()
+    compiled.seconds["torchair"] = time.perf_counter() - start
     return compiled
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -160,6 +160,12 @@ def check_tensor(value: object, spec: InputSpec, device: str, name: str) -> torc
         f"{name}: expected {expected}, found {describe(value)}; a compiled method runs for exactly one shape and type"
         " of each tensor: pass that, or compile again with this one as example input"
     )
+
+
+@overload
+def laid_out(value: torch.Tensor, spec: InputSpec) -> torch.Tensor: ...
+@overload
+def laid_out(value: object, spec: InputSpec) -> object: ...
 
 
 def laid_out(value: object, spec: InputSpec) -> object:

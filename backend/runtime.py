@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import time
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -10,8 +11,10 @@ from typing import Any, Protocol
 import torch
 
 from cannopy.backend.artifact import Artifact
+from cannopy.backend.call_check import CallCheck, mode, mode_text
 from cannopy.backend.guards import CallBinder, ConstantGuard, GuardError, LeafGuard, apply_view, check_tensor, laid_out
-from cannopy.backend.weights import FormatCast, WeightBinder
+from cannopy.backend.memory import Separation, extent
+from cannopy.backend.weights import FormatCast, WeightBinder, WeightMemory
 from cannopy.fx_passes.paths import PathLookupError, compile_path
 from cannopy.fx_passes.program import OutputSpec
 
@@ -20,6 +23,8 @@ Executor = Callable[[Tensors], Tensors]
 """Runs the graph on the method's arguments and gives its outputs."""
 
 _LOADS = 0
+_CHECKS = 4
+"""Kinds of call that are remembered: other strides, grad or inference mode."""
 
 
 OutputBuilder = Callable[[Tensors, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -72,7 +77,8 @@ class CompiledModel:
     """Drop-in for the eager method: same signature, same result, caches updated in place.
 
     Each call is checked against the compiled one (`GuardError` names the argument, what was expected and found).
-    ``report`` is the plain form of the compile report. Not for concurrent calls from several threads.
+    ``report`` is the plain form of the compile report, ``seconds`` what loading took, by step. Not for concurrent
+    calls from several threads.
     """
 
     def __init__(
@@ -98,9 +104,19 @@ class CompiledModel:
             (s, compile_path(s.source), self._binder.name(s.source), artifact.devices[s.name]) for s in specs
         ]
         self._writes = [i for i, s in enumerate(specs) if s.name in artifact.module.written]
+        self._separate = Separation([extent(s) for s in specs], self._writes)
+        self._mode = mode()
+        self._checks: list[tuple[CallCheck, list[int]]] = []
         self._weights = WeightBinder(artifact, model, cast_nz)
+        start = time.perf_counter()
         self._weights.bind(generated.instance)
+        self.seconds = {"weights": time.perf_counter() - start}
         self._executor: Executor | None = None
+
+    @property
+    def weight_memory(self) -> WeightMemory:
+        """What derived weights took when this was made."""
+        return self._weights.memory
 
     @property
     def source(self) -> str:
@@ -108,16 +124,34 @@ class CompiledModel:
         return self.artifact.module.source
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = self._binder.bind(args, kwargs)
-        self._constants.check(self._model, args, kwargs)
         with torch.no_grad():
-            tensors = self.tensors(args, kwargs)
-            self._leaves.check(args, kwargs)
+            args, kwargs = self._binder.bind(args, kwargs)
+            tensors = self.checked(args, kwargs)
             outputs = self.executor()(tensors)
             return self._build_output(outputs, self._model, args, kwargs)
 
+    def checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """What the graph is given for a call spelt as the example was. `GuardError` unless the call is like it."""
+        if mode() != self._mode:
+            raise GuardError(f"compiled with {mode_text(self._mode)}, called with {mode_text(mode())}; compile again")
+        for check, unlike in self._checks:
+            found = check.tensors(self._model, args, kwargs)
+            if found is not None and self._separate.clash(found[1]) is None:
+                return self._fit(found[0], unlike)
+        self._constants.check(self._model, args, kwargs)
+        tensors = self.tensors(args, kwargs)
+        self._leaves.check(args, kwargs)
+        if len(self._checks) < _CHECKS:
+            paths = [s.source for s, *_ in self._arguments]
+            made = CallCheck.of(self._model, args, kwargs, paths, list(self.artifact.constants))
+            if made is not None:
+                specs = [s for s, *_ in self._arguments]
+                unlike = [i for i, s in enumerate(specs) if s.view is not None or made.strides[i] != s.stride]
+                self._checks.append((made, unlike))
+        return tensors
+
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """The checked arguments of the generated method for a call spelt as the example was."""
+        """The checked arguments of the generated method; what it writes is apart from all others."""
         found = []
         for spec, resolve, name, device in self._arguments:
             try:
@@ -129,6 +163,16 @@ class CompiledModel:
             found.append(apply_view(check_tensor(value, spec, device, name), spec, name))
         self._check_overlap(found)
         return found
+
+    def _fit(self, tensors: list[torch.Tensor], unlike: list[int]) -> list[torch.Tensor]:
+        """`tensors` of checked shapes and types with those at `unlike` as the graph sees them."""
+        for i in unlike:
+            spec, _, name, _ = self._arguments[i]
+            value = tensors[i]
+            if spec.kind == "argument" and not spec.mutated:
+                value = laid_out(value, spec)
+            tensors[i] = apply_view(value, spec, name)
+        return tensors
 
     def executor(self) -> Executor:
         """What runs the graph, after the weights were brought up to date."""
@@ -143,7 +187,7 @@ class CompiledModel:
         return self._executor
 
     def refresh_weights(self) -> None:
-        """Rebuild derived weights after a write that torch does not count (``param.data.copy_``)."""
+        """Rebuild derived weights after a write that torch does not count, such as ``param.data.copy_``."""
         self._weights.refresh(self._generated.instance)
 
     def trial(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -158,15 +202,9 @@ class CompiledModel:
 
     def _check_overlap(self, tensors: Tensors) -> None:
         """A tensor that the graph writes must not be another argument as well: the graph treats them as separate."""
-        if not self._writes:
-            return
-        pointers = list(map(torch.Tensor.data_ptr, tensors))
-        if len(set(pointers)) == len(pointers):
-            return
-        for i in self._writes:
-            for j, p in enumerate(pointers):
-                if j != i and p == pointers[i] != 0:
-                    raise GuardError(
-                        f"{self._arguments[i][2]} and {self._arguments[j][2]} are the same memory and the graph"
-                        " writes one of them; pass separate tensors"
-                    )
+        clash = self._separate.clash(list(map(torch.Tensor.data_ptr, tensors)))
+        if clash is not None:
+            raise GuardError(
+                f"{self._arguments[clash[0]][2]} and {self._arguments[clash[1]][2]} share the same memory and the graph"
+                " writes one of them; pass separate tensors"
+            )

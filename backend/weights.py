@@ -2,15 +2,20 @@
 
 A user may replace a parameter (``load_state_dict(assign=True)``), point it at other memory (``.data = …``, ``.to``)
 or write into it (``copy_``). The first two rebind the attribute, the third rebuilds the weights derived from it.
-A write through ``param.data`` and a write to an inference tensor leave no trace in torch's version counters; after
-one call `WeightBinder.refresh`.
+A write through ``param.data``, through memory shared with NumPy or another process, and a write to an inference tensor
+leave no trace in torch's version counters; after one call `WeightBinder.refresh`.
+
+Methods compiled from one model (prefill and decode) derive many of the same weights. Each is in memory once, for as
+long as one of the methods is there: `_DERIVED` knows them by recipe and source memory and keeps none alive.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -23,10 +28,25 @@ Change = Literal["none", "values", "tensors"]
 _PLUMBING = ("_modules", "_parameters", "_buffers")
 Slot = tuple[Any, Any, object]
 FormatCast = Callable[[torch.Tensor], torch.Tensor]
+_DERIVED: weakref.WeakValueDictionary[Any, torch.nn.Parameter] = weakref.WeakValueDictionary()
+_version: Callable[[torch.Tensor], int] = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
 
 
-def _version(t: torch.Tensor) -> int:
-    return -1 if t.is_inference() else t._version
+@dataclass(frozen=True)
+class WeightMemory:
+    """What the weights of the plan take besides the model's own, in bytes.
+
+    ``derived``: how many; ``bytes``: of those that were made for this method; ``shared_bytes``: of those that another
+    compiled method of the same model had already. A weight that is its source in another shape takes nothing.
+    """
+
+    derived: int
+    bytes: int
+    shared_bytes: int
+
+
+def _place(t: torch.Tensor) -> tuple[Any, ...]:
+    return t.data_ptr(), tuple(t.shape), t.stride(), t.dtype, t.device
 
 
 def _slots(path: Path, model: torch.nn.Module) -> Iterator[Slot]:
@@ -76,6 +96,7 @@ class WeightBinder:
         self._bound = [specs[n] for n in sorted(names)]
         self._ties: list[frozenset[str]] = []
         self._sources: dict[str, torch.Tensor] = {}
+        self.memory, self._first = WeightMemory(0, 0, 0), True
 
     def bind(self, module: torch.nn.Module) -> None:
         """Register every attribute of `module`. `GuardError` if the model has no such weight or another layout."""
@@ -83,16 +104,40 @@ class WeightBinder:
         values = self._seen_by_graph()
         with torch.no_grad():
             attributes = {a.placeholder: a for a in self._artifact.module.attributes}
-            for name, value in self._derive(values):
-                values[name] = value
+            self._share(values, {n for n, a in attributes.items() if a.kind == "weight"})
             for name, a in attributes.items():
                 if a.kind == "constant":
                     module.register_buffer(a.name, self._constant(name), persistent=False)
                 elif a.kind == "buffer":
                     module.register_buffer(a.name, values[name].detach(), persistent=False)
                 else:
-                    module.register_parameter(a.name, torch.nn.Parameter(values[name].detach(), requires_grad=False))
+                    value = values[name]
+                    if not isinstance(value, torch.nn.Parameter) or a.kind != "weight":
+                        value = torch.nn.Parameter(value.detach(), requires_grad=False)
+                    module.register_parameter(a.name, value)
         self._watch()
+
+    def _share(self, values: dict[str, torch.Tensor], wanted: set[str]) -> None:
+        """Put the derived weights into `values`; one of `wanted` that is in memory already is brought up to date."""
+        keys: dict[str, Any] = {name: _place(t) for name, t in values.items()}
+        recipes = {w.name: w for w in self._artifact.weights}
+        own = shared = 0
+        for name, value in self._derive(values):
+            w = recipes[name]
+            keys[name] = (w.recipe, w.nz, tuple(keys[n] for n in w.sources), value.dtype, value.device)
+            values[name] = value
+            if name not in wanted or value.is_meta or any(value.data_ptr() == values[n].data_ptr() for n in w.sources):
+                continue
+            known = _DERIVED.get(keys[name])
+            if known is None or known.is_inference() != value.is_inference():
+                known = _DERIVED[keys[name]] = torch.nn.Parameter(value.detach(), requires_grad=False)
+                own += known.nbytes
+            else:
+                shared += known.nbytes if known.data_ptr() != value.data_ptr() else 0
+                known.copy_(value)
+            values[name] = known
+        if self._first:  # later binds find what this method had before
+            self.memory, self._first = WeightMemory(len(recipes), own, shared), False
 
     def changed(self) -> Change:
         """What happened to the weights since they were bound; a few tens of nanoseconds per weight."""
@@ -185,5 +230,7 @@ class WeightBinder:
         self._tensors = list(self._sources.values())
         self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
         derived = {n for w in self._artifact.weights for n in w.sources}
-        self._versioned = [t for n, t in self._sources.items() if n in derived]
+        sources = [t for n, t in self._sources.items() if n in derived]
+        self._versioned = [t for t in sources if not t.is_inference()]
+        self._held = [t.detach() for t in sources]  # while we have the memory no other tensor can get its address
         self._versions = list(map(_version, self._versioned))

@@ -35,13 +35,16 @@ class CompileReport:
     ``nodes`` {captured, normalised, final}: nodes of the graph. ``kernels`` {op: count}: device kernels of the final
     graph, without data, constants and metadata ops. ``ge_ops`` {GE type: count}: everything torchair submitted.
     ``cache_copies``: ops that copy a whole cache, None when unknown. ``schedule``: predicted_us, lower_bound_us and
-    serial_us of the graph on its target, in microseconds; the other values are None until a scheduler has run.
+    serial_us of the graph on its target, in microseconds; streams, prefetches and super_kernels are numbers,
+    core_limits are texts (c16v32), decisions {feature, where, applied, gain_us, worst_gain_us, reason}; those are
+    None where the pipeline has no stage schedule.
     ``cache`` {status: hit|miss|rebuilt, key, reason}. ``timings`` {step: seconds}. ``layers``: [{layer,
     kernels {op: count}}], the device kernels of the final graph by layer, outside of layers last (layer None);
     counted before torchair, so an op that it splits is one here. ``device``: ``npu`` or ``host``. ``versions``
     {package: version}. ``pipeline``: its text (`cannopy.pipeline_text`). ``passes``: {name, seconds, nodes_before,
     nodes_after, changes} in order. ``regions`` {layers, captured, reason}: layers in lists of layers, how many of them
-    were captured, and why all of them where some could have been left out.
+    were captured, and why all of them where some could have been left out. ``weights`` {derived, bytes, shared_bytes}:
+    weights made from the model's at load time, their memory, and what of it another compiled method had already.
     """
 
     fusions: dict[str, int] = field(default_factory=dict)
@@ -60,6 +63,7 @@ class CompileReport:
     layers: list[dict[str, Any]] = field(default_factory=list)
     pipeline: str = ""
     regions: dict[str, Any] = field(default_factory=dict)
+    weights: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(

@@ -73,11 +73,50 @@ def apart(x: Tensor, angles: Tensor) -> Tensor:
     return half(x.view(b, h, s, d // 2, 2).transpose(4, 3).reshape(b, h, s, d), angles)
 
 
+def heads_of_tokens(x: Tensor, angles: Tensor) -> Tensor:
+    """Packed tokens [T, N, D], as our zoo rotates queries."""
+    cos, sin = (t.flatten(0, 1)[:, None] for t in (angles.cos(), angles.sin()))
+    return _neighbours(x.transpose(1, 2).flatten(0, 1), cos, sin)
+
+
+def one_head(x: Tensor, angles: Tensor) -> Tensor:
+    """Packed tokens [T, D], as our zoo rotates the key that all heads share."""
+    return _neighbours(x[:, 0].flatten(0, 1), angles.cos().flatten(0, 1), angles.sin().flatten(0, 1))
+
+
+def one_table(x: Tensor, angles: Tensor) -> Tensor:
+    """All sequences at the same positions."""
+    return _neighbours(x, angles[:1].cos().unsqueeze(1), angles[:1].sin().unsqueeze(1))
+
+
+def _neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.cat((even * cos - odd * sin, odd * cos + even * sin), -1)
+
+
+def halves_of_tokens(x: Tensor, angles: Tensor) -> Tensor:
+    """Packed tokens [T, N, D] in halves, as our Qwen rotates."""
+    cos, sin = (t.flatten(0, 2)[:, None] for t in _tables(angles))
+    x = x.transpose(1, 2).flatten(0, 1)
+    return x * cos + _turned(x) * sin
+
+
+def halves_of_one_head(x: Tensor, angles: Tensor) -> Tensor:
+    """[B, S, D]: no heads."""
+    cos, sin = (t.squeeze(1) for t in _tables(angles))
+    return x[:, 0] * cos + _turned(x[:, 0]) * sin
+
+
 FORMS = {
     "half": (half, {"lift_rotary_half": 1, "rotary_mul": 1}, "npu_rotary_mul"),
     "tokens first": (tokens_first, {"lift_rotary_half": 1, "rotary_mul": 1}, "npu_rotary_mul"),
     "slices": (slices, {"lift_rotary": 1, "interleave_rope": 1}, "npu_interleave_rope"),
     "apart": (apart, {"lift_rotary_half": 1, "lift_rotary_apart": 1, "interleave_rope": 1}, "npu_interleave_rope"),
+    "heads of tokens": (heads_of_tokens, {"lift_rotary": 1, "interleave_rope": 1}, "npu_interleave_rope"),
+    "one head": (one_head, {"lift_rotary": 1, "interleave_rope": 1}, "npu_interleave_rope"),
+    "one table": (one_table, {"lift_rotary": 1, "interleave_rope": 1}, "npu_interleave_rope"),
+    "halves of tokens": (halves_of_tokens, {"lift_rotary_half": 1, "rotary_mul": 1}, "npu_rotary_mul"),
+    "halves of one head": (halves_of_one_head, {"lift_rotary_half": 1, "rotary_mul": 1}, "npu_rotary_mul"),
 }
 
 
@@ -137,16 +176,16 @@ def _one_angle(x: Tensor, angles: Tensor) -> Tensor:
     return x * cos + _turned(x) * sin
 
 
-def _flat(x: Tensor, angles: Tensor) -> Tensor:
-    whole = torch.cat((angles, angles), -1)
-    x = x[:, 0]
-    return x * whole.cos() + _turned(x) * whole.sin()
+def _twice(x: Tensor, angles: Tensor) -> Tensor:
+    """[B, 2, S, N, D] with tables [B, 1, S, 1, D]: tokens neither first nor last."""
+    cos, sin = (t.unsqueeze(-2) for t in _tables(angles))
+    x = torch.stack((x, x + 1), 1).transpose(2, 3)
+    return x * cos + _turned(x) * sin
 
 
-def _heads_of_their_own(x: Tensor, angles: Tensor) -> Tensor:
-    cos, sin = angles[:, :3].cos().unsqueeze(2), angles[:, :3].sin().unsqueeze(2)
-    even, odd = x[..., 0::2], x[..., 1::2]
-    return torch.cat((even * cos - odd * sin, odd * cos + even * sin), -1)
+def _twice_interleaved(x: Tensor, angles: Tensor) -> Tensor:
+    x = torch.stack((x, x + 1), 1).transpose(2, 3)
+    return _neighbours(x, angles.cos()[:, None, :, None], angles.sin()[:, None, :, None])
 
 
 ROTARY_REFUSALS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str, torch.dtype]] = {
@@ -157,8 +196,9 @@ ROTARY_REFUSALS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str, torch.
     "more dims": (_more_dims, "cos has more dims than the rotated tensor", torch.bfloat16),
     "one angle": (_one_angle, "cos does not have 64 entries in its last dim", torch.bfloat16),
     "mixed dtypes": (lambda x, a: half(x, a.float()), "the rotation mixes dtypes", torch.bfloat16),
-    "three dims": (_flat, "is not one of the op's", torch.bfloat16),
-    "angles by head": (_heads_of_their_own, "is not [B, N, S, D] with", torch.bfloat16),
+    "tokens between heads": (_twice, "rotary_mul: layout x [2, 2, 5, 3, 64]", torch.bfloat16),
+    "interleaved tokens between heads": (_twice_interleaved, "interleave_rope: layout x [2, 2, 5, 3, 64]",
+                                         torch.bfloat16),
     "interleaved fp32": (slices, "'x' must be of dtype float16 or bfloat16", torch.float32),
     "interleaved 32": (lambda x, a: slices(x[..., :32], a[..., :16]), "'x' must be of shape [B, N, S, 64]",
                        torch.bfloat16),
@@ -198,7 +238,13 @@ def _over(dim: int, gamma: Callable[[Tensor], object]) -> Callable[[Tensor, Tens
     return fn
 
 
+def _limited(x: Tensor, g: Tensor) -> Tensor:
+    wide = x.float().clamp(-1.0, 1.0)
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
 NORM_REFUSALS = {
+    "fp32 from elsewhere": (_limited, "the norm mixes dtypes: input torch.float32 (aten.clamp"),
     "mean over tokens": (_over(0, lambda g: g), "the mean is over dim 0, not over the last one"),
     "gamma of one entry": (_over(-1, lambda g: g[:1]), "gamma has shape (1,), not [64]"),
     "gamma per token": (_over(-1, lambda g: g[:7, None]), "gamma has shape (7, 1), not [64]"),

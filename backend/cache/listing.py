@@ -81,8 +81,10 @@ def _paths(root: Path) -> list[Path]:
 def _entry(path: Path, *, verify: bool) -> Entry:
     problem = None
     body: Mapping[str, Any] = {}
+    identity = None
     try:
         body = manifest.parse((path / MANIFEST).read_bytes())
+        identity = manifest.fingerprint(body)
         if verify or path.is_symlink():
             store.read_entry(path)
     except store.MovedError:
@@ -91,7 +93,6 @@ def _entry(path: Path, *, verify: bool) -> Entry:
         problem = f"{Path(e.filename).name} is missing"
     except (OSError, CorruptError) as e:
         problem = str(e)
-    identity = manifest.fingerprint(body) if body else None
     hits, used = _uses(path)
     created = store.made_at(path)
     with lock.unused(path / MANIFEST) as free:

@@ -182,7 +182,8 @@ class Use:
 
     def until_gone(self, user: object) -> None:
         """In use until ``user`` is collected or the process ends."""
-        weakref.finalize(user, self._finalizer)
+        if self._finalizer.detach() is not None:
+            weakref.finalize(user, os.close, self.fd)
 
 
 @contextlib.contextmanager

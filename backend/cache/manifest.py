@@ -131,8 +131,14 @@ def parse(data: bytes) -> dict[str, Any]:
 
 
 def fingerprint(body: Mapping[str, Any]) -> Fingerprint:
-    """The key that the entry was stored under."""
-    return Fingerprint(**body["fingerprint"])
+    """The key that the entry was stored under. `CorruptError`."""
+    try:
+        found = Fingerprint(**body["fingerprint"])
+    except (KeyError, TypeError) as e:
+        raise CorruptError(f"{MANIFEST} has no key of this cache ({e})") from e
+    if not isinstance(found.key, str) or not isinstance(found.fields, dict) or not isinstance(found.details, dict):
+        raise CorruptError(f"{MANIFEST} has no key of this cache")
+    return found
 
 
 def checked(body: Mapping[str, Any], name: str, data: bytes) -> bytes:

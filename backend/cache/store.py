@@ -78,7 +78,7 @@ def find(cache_dir: Path, model_class: str, fingerprint: Fingerprint) -> Found:
             continue
         except CorruptError as e:
             return Found("corrupt", path, str(e), inode=inode)
-        if manifest.fingerprint(content.body).key != fingerprint.key:
+        if content.body["fingerprint"]["key"] != fingerprint.key:
             use.close()
             return Found("corrupt", path, "the manifest is of another key", inode=inode)
         return Found("hit", path, "", content, inode, use)
@@ -139,7 +139,7 @@ def _opened(path: Path) -> Iterator[int]:
     except FileNotFoundError as e:
         raise MovedError(path) from e
     except OSError as e:
-        raise _bad(e, "it", "is no folder") from e
+        raise _bad(e, "it", "is a file or a link, no folder") from e
     try:
         _private(fd, "its folder", stat.S_ISDIR)
         yield fd
@@ -150,6 +150,7 @@ def _opened(path: Path) -> Iterator[int]:
 def _read(folder: int, manifest_fd: int) -> Content:
     _private(manifest_fd, MANIFEST)
     body = manifest.parse(_all_bytes(manifest_fd))
+    manifest.fingerprint(body)
     names = body.get("files")
     if not isinstance(names, dict) or not all(map(_known_name, names)):
         raise CorruptError(f"{MANIFEST} lists files that no entry has")

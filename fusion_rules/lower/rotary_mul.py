@@ -1,7 +1,7 @@
 """cannopy::rotary(x, cos, sin, interleaved=False)  →  npu_rotary_mul(x, cat(cos, cos), cat(sin, sin)).
 
-Tokens first ([T, N, D], [B, S, N, D]) are emitted as one request of all tokens, [1, T, N, D], because the op limits B to
-999; [B, N, S, D] with cos [1 or B, 1, S, D/2] is emitted as it is.
+Tokens first ([T, N, D], [B, S, N, D]) are emitted as one request of all tokens, [1, T, N, D], because the op limits B
+to 999; [B, N, S, D] with cos [1 or B, 1, S, D/2] is emitted as it is.
 """
 
 from __future__ import annotations

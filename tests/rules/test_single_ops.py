@@ -196,7 +196,7 @@ ROTARY_REFUSALS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str, torch.
     "more dims": (_more_dims, "cos has more dims than the rotated tensor", torch.bfloat16),
     "one angle": (_one_angle, "cos does not have 64 entries in its last dim", torch.bfloat16),
     "mixed dtypes": (lambda x, a: half(x, a.float()), "the rotation mixes dtypes", torch.bfloat16),
-    "tokens between heads": (_twice, "rotary_mul: layout x [2, 2, 5, 3, 64]", torch.bfloat16),
+    "tokens between heads": (_twice, "32] is not one of the op's", torch.bfloat16),
     "interleaved tokens between heads": (_twice_interleaved, "interleave_rope: layout x [2, 2, 5, 3, 64]",
                                          torch.bfloat16),
     "interleaved fp32": (slices, "'x' must be of dtype float16 or bfloat16", torch.float32),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from cannopy import pipeline, prediction
+from cannopy import pipeline, planning, prediction
 from cannopy.backend import build as backend
 from cannopy.backend.guards import GuardError
 from cannopy.backend.options import BuildOptions
@@ -43,6 +44,14 @@ class Compiled:
                 raise
         return self.model(*args, **kwargs)
 
+    def refresh_weights(self) -> None:
+        """Rebuild the weights that were derived from the model's, from the values that these have now.
+
+        Assignments, ``load_state_dict``, optimiser steps and moved memory are seen without it. Needed after writes that
+        leave no trace: through ``param.data``, in inference mode, by NumPy or another process in shared memory.
+        """
+        self.model.refresh_weights()
+
 
 def compile(
     model: torch.nn.Module,
@@ -68,6 +77,7 @@ def compile(
         cannopy.errors.OptionError: a switch of a fusion that does not exist.
         cannopy.fusion_rules.extension.RuleFileError: a file of ``options.rules`` cannot be used.
         cannopy.pipeline.FusionRequiredError: a required fusion did not apply.
+        cannopy.planning.PlanFileError: ``options.plan`` does not fit the graph or is not safe.
         cannopy.fx_passes.manager.PassError: a pass failed its verification; nothing was emitted.
         cannopy.backend.torchair.CompileError: torchair refused the graph; the cache is as it was.
         cannopy.backend.cache.folder.CacheFolderError: somebody else can write in the cache folder.
@@ -89,8 +99,8 @@ def compile(
     found = backend.lookup(model, method, example_inputs, kwargs, building, outputs.builder)
     timings["lookup"] = time.perf_counter() - start - timings["prepare"]
     if found.compiled is not None:
-        found.compiled.report = {**found.compiled.report, "timings": timings}
-        return Compiled(found.compiled, model)
+        timings |= {f"lookup: {step}": seconds for step, seconds in found.compiled.seconds.items()}
+        return _finished(found.compiled, model, timings)
     with found:
         program, done = lower(model, method, example_inputs, kwargs, options, timings, made)
         start = time.perf_counter()
@@ -100,7 +110,12 @@ def compile(
         compiled = backend.build(program, model, method, example_inputs, kwargs, building, found, report,
                                  outputs.builder)
         timings["torchair"] = time.perf_counter() - start
-    compiled.report = {**compiled.report, "timings": timings}
+    return _finished(compiled, model, timings)
+
+
+def _finished(compiled: CompiledModel, model: torch.nn.Module, timings: Mapping[str, float]) -> Compiled:
+    memory = dataclasses.asdict(compiled.weight_memory)
+    compiled.report = {**compiled.report, "timings": dict(timings), "weights": memory}
     return Compiled(compiled, model)
 
 
@@ -163,5 +178,6 @@ def _report(
         device="npu" if on_device else "host", timings=dict(timings), passes=done.records,
         layers=kernels.by_layer(program.gm.graph), pipeline=done.pipeline, regions=known.summary(),
     )
-    report.schedule |= prediction.times(prediction.predict(program, target)[0])
+    planned = program.facts.get(planning.PLANNED)
+    report.schedule |= planned.report() if planned else prediction.times(prediction.predict(program, target)[0])
     return report.to_dict()

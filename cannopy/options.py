@@ -38,6 +38,8 @@ class Options:
             Switches in it, ``fuse{mla_prolog=off}``, move to ``fusions``: `full_pipeline` has both.
         rules: files with rules of your own (`cannopy.rules`); installed entry points of the group ``cannopy.rules``
             count without being named here.
+        plan: file with a plan of streams, core limits, prefetches and SuperKernel regions, or with pins for the
+            scheduler (docs/scheduling.md); None plans automatically.
         block_size: tokens per block of the paged view of a cache, a multiple of 16 up to 1024; None chooses one.
         dump_dir: folder for numbered text dumps of the graph, one per pass that changed it.
         verify: check the graph between passes.
@@ -59,6 +61,7 @@ class Options:
     verify: bool = True
     pipeline: str = pipeline_text.DEFAULT
     rules: tuple[Path, ...] = ()
+    plan: Path | None = None
     regions: bool = True
 
     def __post_init__(self) -> None:
@@ -76,7 +79,7 @@ class Options:
             raise OptionError(f"cache_timeout: expected seconds from 0, found {self.cache_timeout!r}")
         if self.ranks is not None:
             object.__setattr__(self, "ranks", tuple(self.ranks))
-        for name in ("cache_dir", "dump_dir"):
+        for name in ("cache_dir", "dump_dir", "plan"):
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, Path(value))

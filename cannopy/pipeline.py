@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from cannopy import planning
 from cannopy.backend.cache.code import CodeWalk, digest
 from cannopy.errors import CannopyError
 from cannopy.fusion_rules import catalog, dialect, extension
@@ -82,18 +83,23 @@ class Plan:
         The options, and of each rule from outside its file and the code that it reaches, as digests.
         """
         lines = [self.options.text()]
+        if self.options.plan is not None:
+            lines.append(f"plan file={_content(self.options.plan)}")
         named: dict[str, int] = {}
         for path in self.files:
             named[path.name] = named.get(path.name, 0) + 1
             number = f" ({named[path.name]})" if named[path.name] > 1 else ""
-            content = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else "absent"
-            lines.append(f"rule file {path.name}{number}={content}")
+            lines.append(f"rule file {path.name}{number}={_content(path)}")
         for name, one in self.user.items():
             walk = CodeWalk([])
             for part in (one.rule.check, one.rule.rewrite):
                 walk.add(part)
             lines.append(f"code of rule {name}={digest(repr(walk.items))}")
         return "\n".join(lines)
+
+
+def _content(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else "absent"
 
 
 def plan(options: Options) -> Plan:
@@ -128,8 +134,9 @@ def passes(made: Plan, log: Log, gate: Gate | None = None) -> tuple[Pass, ...]:
 def run(program: Program, options: Options, made: Plan | None = None) -> Compilation:
     """Run the passes over ``program`` in place; ``made`` is the plan of ``options`` where that is known already.
 
-    Raises what `plan` raises, `fx_passes.manager.PassError` when a pass is wrong (the program is then as before that
-    pass) and `FusionRequiredError` when a fusion that the options require was not applied at all.
+    Raises what `plan` raises, `planning.PlanFileError` for the plan of a user, `fx_passes.manager.PassError` when a
+    pass is wrong (the program is then as before that pass) and `FusionRequiredError` when a fusion that the options
+    require was not applied at all.
     """
     made = made or plan(options)
     dialect.register_all()
@@ -141,6 +148,8 @@ def run(program: Program, options: Options, made: Plan | None = None) -> Compila
     try:
         done.records = manager.run(program)
     except PassError as e:
+        if isinstance(e.__cause__, planning.PlanFileError):
+            raise e.__cause__ from None
         if e.pass_name in made.user:
             e.args = (f"{e.args[0]}\n  the rule {e.pass_name} is at {made.user[e.pass_name].origin}",)
         raise
@@ -175,6 +184,10 @@ class _Builder:
         elif stage.name == FUSE:
             for name in self.made.order[self.made.order.index(LIFT) + 1 :]:
                 self._group(name, kind.requires)
+        elif stage.name == planning.STAGE:
+            options = self.made.options
+            step = functools.partial(planning.run, stage=stage, target=options.target, plan_file=options.plan)
+            self._pass(stage.name, step, kind.requires, kind.ensures)
         else:
             self._pass(stage.name, _OTHER[stage.name], kind.requires, kind.ensures)
 

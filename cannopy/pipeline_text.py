@@ -21,8 +21,11 @@ from cannopy.errors import OptionError, unknown
 FusionSwitch = bool | Literal["require"]
 SWITCHES: Mapping[str, FusionSwitch] = {"on": True, "off": False, "require": "require"}
 
-NORMAL, LIFTED, LEGAL = "normal form", "dialect", "legal"
+NORMAL, LIFTED, LEGAL, PLANNED = "normal form", "dialect", "legal", "plan"
 """Facts that stages require and ensure."""
+
+FEATURE_SWITCHES = ("auto", "force", "forbid")
+"""What the features of a plan can be switched to: where they gain, wherever they are possible, nowhere."""
 
 FUSE = "fuse"
 """The stage whose options are the names of fusions."""
@@ -42,6 +45,21 @@ def _switch(value: str) -> str | None:
         return None
     close = difflib.get_close_matches(value, SWITCHES, n=1)
     return f"on, off or require{f' (did you mean {close[0]!r}?)' if close else ''}"
+
+
+def _streams(value: str) -> str | None:
+    return None if value in (*FEATURE_SWITCHES, "1", "2", "3", "4") else "auto, force, forbid or a budget from 1 to 4"
+
+
+def _feature(value: str) -> str | None:
+    return None if value in FEATURE_SWITCHES else "auto, force or forbid"
+
+
+def _share(value: str) -> str | None:
+    try:
+        return None if 0 <= float(value) < 1 else "a share of the time of a layer, from 0 to below 1"
+    except ValueError:
+        return "a share of the time of a layer, from 0 to below 1"
 
 
 @dataclass(frozen=True)
@@ -67,12 +85,20 @@ STAGES: Mapping[str, StageKind] = {
     "weight-layout": StageKind(requires=frozenset({LEGAL})),
     "counters": StageKind(requires=frozenset({LEGAL})),
     "merge-slices": StageKind(requires=frozenset({LEGAL})),
+    "schedule": StageKind(
+        requires=frozenset({LEGAL}), ensures=frozenset({PLANNED}),
+        options={"streams": _streams, "core_limits": _feature, "prefetch": _feature, "super_kernel": _feature,
+                 "threshold": _share},
+    ),
 }
 """Every stage by name, in the order of the default pipeline."""
 
-DEFAULT = ",".join(STAGES)
+DEFAULT = ",".join(name for name in STAGES if name != "schedule")
 RESULT = frozenset({LEGAL})
 """What must hold at the end of every pipeline: only then does torchair take the graph."""
+
+_LAST = frozenset({"schedule"})
+"""Stages behind which none may stand: what they write into the graph, no other stage reads."""
 
 _TOKEN = re.compile(r"[A-Za-z0-9_.-]+|[,{}=]")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
@@ -157,6 +183,9 @@ def _check_order(text: str, stages: list[tuple[Stage, int]]) -> None:
     seen: set[str] = set()
     for index, (stage, at) in enumerate(stages):
         kind = STAGES[stage.name]
+        if stage.name in _LAST and index + 1 < len(stages):
+            raise PipelineTextError(f"{stages[index + 1][0].name} stands behind {stage.name}, which is the last stage",
+                                    text, stages[index + 1][1], f"put {stage.name} at the end")
         if stage.name in seen and not kind.repeats:
             raise PipelineTextError(f"{stage.name} stands here a second time", text, at, "leave one of them out")
         for fact in sorted(kind.requires - ensured):

@@ -130,15 +130,20 @@ class _Batch:
         return group
 
     def _put_back(self) -> int:
-        """Give users outside the batch their rows, all cut by one split per stack."""
+        """Give users outside the batch their rows, all cut by one split per stack.
+
+        It stands before the first of those users: new values of counters are there only when they are written back,
+        behind everything that reads the old ones.
+        """
         wanted: dict[fx.Node, list[fx.Node]] = {}
         for node, row in self.rows.items():
             if row.computed and any(user not in self.rows for user in node.users):
                 wanted.setdefault(row.stack, []).append(node)
         changes = 0
         for stack, nodes in wanted.items():
-            first = min(nodes, key=self.order.__getitem__)
-            with self.editor.before(first):
+            users = [user for node in nodes for user in node.users if user not in self.rows]
+            first = min(users, key=self.order.__getitem__)
+            with self.editor.before(first, like=nodes[0]):
                 cut = self.editor.call(aten.split_with_sizes.default, stack, [1] * self.count, 0)
                 for node in nodes:
                     with self.editor.provenance_of(node):

@@ -142,6 +142,8 @@ def add_model_arguments(parser: argparse.ArgumentParser, phases: Sequence[str] =
         metavar="N",
         help="tokens per block of a paged cache view (chosen); serving: of the paged cache (128)",
     )
+    group.add_argument("--plan", type=Path, metavar="FILE",
+                       help="plan of streams, core limits, prefetches and SuperKernels, or pins for one (YAML)")
     group.add_argument("--no-regions", action="store_true", help="capture all layers, also those that are alike")
     group.add_argument("--cache-dir", type=Path, metavar="DIR", help="compile cache (~/.cache/cannopy)")
     group.add_argument("--no-cache", action="store_true", help="neither read nor write the compile cache")
@@ -191,6 +193,7 @@ def options_of(args: argparse.Namespace, **more: Any) -> Options:
         pipeline=args.pipeline,
         regions=not args.no_regions,
         rules=tuple(args.rules),
+        plan=getattr(args, "plan", None),
         **more,
     )
 

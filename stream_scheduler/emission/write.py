@@ -22,6 +22,9 @@ from cannopy.stream_scheduler.plan.apply import known
 from cannopy.stream_scheduler.plan.model import Placement, Plan, PlanError, PlannedPrefetch
 from cannopy.stream_scheduler.simulator.schedule import MAIN
 
+PLAN = "plan"
+"""Key of `Program.facts`: the plan that is written into the graph."""
+
 RULE = "schedule"
 """``meta["rule"]`` of the nodes that are added."""
 
@@ -35,7 +38,9 @@ def write(program: Program, plan: Plan) -> int:
     """
     if plan.changes_nothing:
         return 0
-    return _Writer(program, plan).run()
+    added = _Writer(program, plan).run()
+    program.facts[PLAN] = plan
+    return added
 
 
 class _Writer:

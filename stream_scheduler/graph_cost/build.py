@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -58,7 +60,35 @@ def schedule_of(program: Program, pricing: Pricing) -> GraphSchedule:
         tasks.append(Task(node.name, load, deps=deps, weights=_weights(node, resident, load.work.weight_bytes),
                           label=target_name(node), layer=node.meta.get("layer")))
         sources[node] = (node.name,)
-    return GraphSchedule(Schedule(tuple(tasks)), unmapped)
+    return GraphSchedule(Schedule(tuple(_after_readers(graph, tasks, sources))), unmapped)
+
+
+def _after_readers(graph: fx.Graph, tasks: list[Task], sources: dict[fx.Node, tuple[str, ...]]) -> list[Task]:
+    """Who makes the new value of an input comes behind the tasks before it that read the old one: on a device the value
+    may be made in the memory of the input."""
+    order = {task.name: i for i, task in enumerate(tasks)}
+    more: dict[str, dict[str, None]] = {}
+    for copy in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        target, value = copy.args[:2]
+        writers = sources.get(value, ()) if isinstance(value, fx.Node) else ()
+        readers = _readers(target, sources)
+        for writer in writers:
+            found = more.setdefault(writer, {})
+            found.update(dict.fromkeys(r for r in readers if order[r] < order[writer]))
+    return [dataclasses.replace(task, deps=tuple(dict.fromkeys((*task.deps, *more[task.name]))))
+            if task.name in more else task for task in tasks]
+
+
+def _readers(target: Any, sources: dict[fx.Node, tuple[str, ...]]) -> list[str]:
+    """Tasks that read ``target`` or a view of it."""
+    found, stack = [], list(target.users)
+    while stack:
+        node = stack.pop()
+        if sources.get(node) == (node.name,):
+            found.append(node.name)
+        elif is_call(node, *FREE):
+            stack.extend(node.users)
+    return found
 
 
 def call_of(node: fx.Node) -> Call:

@@ -1,0 +1,156 @@
+"""The stage ``schedule``: a plan for the final graph, checked and written into it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+from cannopy.errors import CannopyError
+from cannopy.fx_passes.program import Program
+from cannopy.pipeline_text import Stage
+from cannopy.stream_scheduler import emission, verifier
+from cannopy.stream_scheduler.bounds import bounds
+from cannopy.stream_scheduler.constants import load_constants
+from cannopy.stream_scheduler.graph_cost import schedule_of
+from cannopy.stream_scheduler.hardware import Hardware, load_hardware
+from cannopy.stream_scheduler.network.pricing import Pricing
+from cannopy.stream_scheduler.plan import Decision, Pins, Plan, PlanError, Switch, serial_plan, to_schedule
+from cannopy.stream_scheduler.scheduler import ScheduleOptions, schedule
+from cannopy.stream_scheduler.simulator import Machine, Schedule, simulate
+from cannopy.stream_scheduler.timeline.details import details
+from cannopy.stream_scheduler.timeline.run import Details
+from cannopy.superkernel import SuperKernels, why_not
+
+logger = logging.getLogger("cannopy.planning")
+
+STAGE = "schedule"
+"""The stage of the pipeline."""
+
+PLANNED = "planned"
+"""Key of `Program.facts`: the `Planned` that was written into the graph."""
+
+SWITCHED = ("streams", "core_limits", "prefetch", "super_kernel")
+"""Features that the stage's options switch by name; of ``streams`` a number is the budget."""
+
+
+class PlanFileError(CannopyError):
+    """A plan that cannot be read, does not fit the graph, or that the schedule verifier rejects."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan with what it was made from. ``schedule``: the kernels on one stream in graph order. ``unmapped``
+    {operation: calls} were priced by their bytes. ``details`` of each kernel are for pictures."""
+
+    plan: Plan
+    schedule: Schedule
+    machine: Machine
+    unmapped: Mapping[str, int]
+    details: Details = field(repr=False, default_factory=dict)
+
+    def report(self) -> dict[str, Any]:
+        """The ``schedule`` part of a compile report, times in microseconds."""
+        plan = self.plan
+        limits = sorted({p.cores for p in plan.placements if p.cores is not None}, reverse=True)
+        return {
+            "streams": len(plan.streams), "core_limits": [f"c{cube}v{vector}" for cube, vector in limits],
+            "prefetches": len(plan.prefetches), "super_kernels": len(plan.regions), "predicted_us": plan.predicted_us,
+            "lower_bound_us": plan.lower_bound_us, "serial_us": plan.serial_us,
+            "decisions": [
+                {"feature": d.feature, "where": d.where, "applied": d.applied, "gain_us": d.gain_us,
+                 "worst_gain_us": d.worst_gain_us, "reason": d.reason} for d in plan.decisions
+            ],
+        }
+
+
+def run(program: Program, stage: Stage, target: str, plan_file: Path | None) -> int:
+    """Plan the graph of ``program`` and write the plan into it; the number of nodes added.
+
+    ``program.facts[PLANNED]`` has the `Planned` afterwards. Raises `PlanFileError` for the plan of a user.
+    """
+    planned = make(program, stage, target, plan_file)
+    try:
+        added = emission.write(program, planned.plan)
+    except PlanError as error:
+        if plan_file is None:
+            raise
+        raise PlanFileError(f"{plan_file}: {error}") from None
+    program.facts[PLANNED] = planned
+    return added
+
+
+def make(program: Program, stage: Stage, target: str, plan_file: Path | None = None) -> Planned:
+    """The plan of ``program`` on ``target``; the graph is not changed.
+
+    A plan file that says where every kernel runs is taken as it is; one with pins only is completed. What the verifier
+    rejects is an error when a file asked for it. A plan of the scheduler's own that is rejected is dropped: the graph
+    then runs on one stream, and the reason is among the decisions.
+    """
+    hardware = load_hardware(target)
+    found = schedule_of(program, pricing := Pricing(hardware, load_constants()))
+    facts = verifier.facts_of(program)
+    machine = Machine.of(hardware, pricing.constants)
+    plan = _read(plan_file, found.schedule, target) if plan_file else None
+    if plan is None or not plan.complete:
+        options = options_of(stage, target, plan.pins if plan else None, facts.groups)
+        try:
+            plan = schedule(found.schedule, machine, options, SuperKernels(hardware.family))
+        except PlanError as error:
+            raise PlanFileError(f"{plan_file or 'pipeline, stage schedule'}: {error}") from None
+    wrong = verifier.verify_plan(plan, found.schedule, hardware, facts, _eligible)
+    if wrong and plan_file:
+        reasons = "\n".join(f"  {violation}" for violation in wrong[:10])
+        raise PlanFileError(f"{plan_file} is rejected:\n{reasons}", "correct the plan, or leave --plan out")
+    if wrong:
+        logger.warning("the plan of the scheduler is rejected and not used: %s", "; ".join(map(str, wrong[:3])))
+        plan = _serial(found.schedule, hardware, str(wrong[0]))
+    plan = _timed(plan, found.schedule, machine)
+    return Planned(plan, found.schedule, machine, found.unmapped, details(program.gm.graph))
+
+
+def options_of(stage: Stage, target: str, pins: Pins | None, groups: Mapping[str, str]) -> ScheduleOptions:
+    """The scheduler's options of a stage ``schedule{streams=2,prefetch=forbid}``. ``pins`` of a plan file are added;
+    the text's switches stand over the file's."""
+    given = dict(stage.options)
+    budget = given.get("streams", "auto")
+    switches: dict[str, Switch] = dict(pins.features) if pins else {}
+    switches |= {name: cast("Switch", given[name]) for name in SWITCHED if name in given and not given[name].isdigit()}
+    more: dict[str, Any] = {"streams": int(budget)} if budget.isdigit() else {}
+    if "threshold" in given:
+        more["threshold"] = float(given["threshold"])
+    return ScheduleOptions(target=target, groups=groups, pins=Pins(switches, pins.nodes if pins else ()), **more)
+
+
+def _eligible(kernel: str) -> str:
+    return why_not(kernel) or ""
+
+
+def _read(file: Path, graph: Schedule, target: str) -> Plan:
+    from cannopy.stream_scheduler.plan.text import from_yaml
+
+    try:
+        plan = from_yaml(file.read_text(encoding="utf-8"), graph)
+    except OSError as error:
+        raise PlanFileError(f"{file}: {error.strerror or error}") from None
+    except (PlanError, UnicodeDecodeError) as error:
+        raise PlanFileError(f"{file}: {error}") from None
+    if plan.target != target:
+        raise PlanFileError(f"{file} is for {plan.target}, and the target is {target}", f"--target {plan.target}")
+    return plan
+
+
+def _serial(graph: Schedule, hardware: Hardware, reason: str) -> Plan:
+    rejected = Decision("streams", "the whole graph", False, f"rejected by the schedule verifier: {reason}")
+    return replace(serial_plan(graph, hardware.family), decisions=(rejected,))
+
+
+def _timed(plan: Plan, graph: Schedule, machine: Machine) -> Plan:
+    """``plan`` with its predicted times, where it does not have them."""
+    if plan.predicted_us is not None and plan.serial_us is not None and plan.lower_bound_us is not None:
+        return plan
+    serial = simulate(graph.serial(), machine).step_us
+    own = serial if plan.changes_nothing else simulate(to_schedule(plan, graph), machine).step_us
+    return replace(plan, predicted_us=own, serial_us=serial, lower_bound_us=bounds(graph, machine).us)

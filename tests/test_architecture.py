@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("cannopy", "backend", "frontend", "stream_scheduler", "fusion_rules", "fx_passes", "models")
+FOLDERS = ("cannopy", "backend", "frontend", "superkernel", "stream_scheduler", "fusion_rules", "fx_passes", "models")
 MAY_IMPORT = {
     "cannopy": {*FOLDERS},
     "backend": {"backend", "stream_scheduler", "fusion_rules", "fx_passes"},
     "frontend": {"frontend", "stream_scheduler", "fusion_rules", "fx_passes", "models"},
+    "superkernel": {"superkernel", "stream_scheduler", "fusion_rules", "fx_passes"},
     "stream_scheduler": {"stream_scheduler", "fusion_rules", "fx_passes"},
     "fusion_rules": {"fusion_rules", "fx_passes"},
     "fx_passes": {"fx_passes"},

@@ -1,0 +1,164 @@
+"""From a graph with costs to a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from cannopy.stream_scheduler.bounds import bounds
+from cannopy.stream_scheduler.plan import (
+    FEATURES,
+    Decision,
+    Placement,
+    Plan,
+    PlanError,
+    PlannedPrefetch,
+    SuperKernelRegion,
+    Wait,
+    serial_plan,
+    to_schedule,
+)
+from cannopy.stream_scheduler.plan.apply import known
+from cannopy.stream_scheduler.scheduler import assemble, layer
+from cannopy.stream_scheduler.scheduler.fusing import Fuser
+from cannopy.stream_scheduler.scheduler.options import ScheduleOptions
+from cannopy.stream_scheduler.scheduler.problem import Problem, Solution
+from cannopy.stream_scheduler.scheduler.segments import Segment, segments
+from cannopy.stream_scheduler.scheduler.stretch import Stretch
+from cannopy.stream_scheduler.simulator import Machine, Schedule, simulate
+
+NO_FUSER = "this target or graph mode has no SuperKernel"
+
+
+def schedule(graph: Schedule, machine: Machine, options: ScheduleOptions | None = None,
+             fuser: Fuser | None = None) -> Plan:
+    """The plan of ``graph`` (one stream, graph order; `graph_cost.GraphSchedule.schedule`) on ``machine``.
+
+    ``fuser`` knows what a SuperKernel can hold; without one there are no regions. The same input gives the same plan,
+    and no plan is slower than one stream by its own prediction unless a feature is forced. `PlanError` for pins that
+    name no kernel or cannot be met, and for a forced feature that is possible nowhere.
+    """
+    options = options or ScheduleOptions()
+    names = {task.name for task in graph.tasks}
+    for pin in options.pins.nodes:
+        known("kernel", pin.node, names)
+    if not graph.tasks:
+        return Plan(options.target)
+    work = _Work(graph, machine, options, fuser)
+    work.run()
+    return _checked(work.plan(), graph, machine, options)
+
+
+@dataclass
+class _Work:
+    """Layers as they are solved. Distinct ones are solved once."""
+
+    graph: Schedule
+    machine: Machine
+    options: ScheduleOptions
+    fuser: Fuser | None
+    parts: list[Segment] = field(default_factory=list)
+    problems: dict[Hashable, Problem] = field(default_factory=dict)
+    streams: dict[Hashable, layer.Streams] = field(default_factory=dict)
+    extras: dict[Hashable, layer.Extras] = field(default_factory=dict)
+    keys: list[Hashable] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Solve every distinct layer, then every distinct pair of layers with what earlier ones prefetched."""
+        self.parts = segments(self.graph.tasks, frozenset(pin.node for pin in self.options.pins.nodes))
+        for part in self.parts:
+            if part.kind not in self.streams:
+                problem = Problem(part.tasks, self.machine, self.options)
+                self.problems[part.kind], self.streams[part.kind] = problem, layer.streams(problem)
+        warm: tuple[tuple[int, int], ...] = ()
+        for at, part in enumerate(self.parts):
+            after = self.parts[at + 1] if at + 1 < len(self.parts) else None
+            key = (part.kind, after and (after.kind, _seam(part, after)), warm)
+            if key not in self.extras:
+                then = None if after is None else self._solved(after)
+                stretch = Stretch(self._solved(part), then, warm, machine=self.machine)
+                self.extras[key] = layer.extras(stretch, self.fuser, self._why_not())
+            self.keys.append(key)
+            warm = self._warm(self.extras[key], len(part.tasks))
+
+    def _solved(self, part: Segment) -> tuple[Problem, Solution]:
+        """The tasks of ``part`` with what was found for its kind."""
+        return Problem(part.tasks, self.machine, self.options), self.streams[part.kind].solution
+
+    def _why_not(self) -> str:
+        return NO_FUSER if self.fuser is None else self.fuser.refusal or ""
+
+    def _warm(self, extra: layer.Extras, size: int) -> tuple[tuple[int, int], ...]:
+        """Bytes by task that ``extra`` prefetches for the layer after one of ``size`` tasks."""
+        found: dict[int, int] = {}
+        for fetch in extra.fetches:
+            if fetch.target >= size:
+                found[fetch.target - size] = found.get(fetch.target - size, 0) + fetch.bytes
+        return tuple(sorted(found.items()))
+
+    def plan(self) -> Plan:
+        """Every layer placed as its kind was solved."""
+        placed: list[Placement] = []
+        waits: list[Wait] = []
+        regions: list[SuperKernelRegion] = []
+        previous: str | None = None
+        for part, key in zip(self.parts, self.keys, strict=True):
+            problem, found, extra = self.problems[part.kind], self.streams[part.kind], self.extras[key]
+            here = assemble.placements(part, problem, found, extra)
+            waits += assemble.waits(part, problem, found, previous)
+            regions += assemble.regions(part, extra, self.fuser.options if self.fuser else "")
+            previous = next((p.node for p in reversed(here) if p.stream == "main"), previous)
+            placed += here
+        streams = {p.node: p.stream for p in placed}
+        fetches: dict[str, PlannedPrefetch] = {}
+        for at, key in enumerate(self.keys):
+            for fetch in assemble.fetches(self.parts, at, self.extras[key], streams):
+                fetches.setdefault(fetch.weight, fetch)
+        return Plan(self.options.target, tuple(placed), tuple(waits), tuple(fetches.values()), tuple(regions),
+                    decisions=tuple(self._decisions()), pins=self.options.pins)
+
+    def _decisions(self) -> list[Decision]:
+        """What became of each feature in each distinct layer, then where SuperKernel regions are cut."""
+        found: list[Decision] = []
+        for kind, streams in self.streams.items():
+            there = [part for part in self.parts if part.kind == kind]
+            found += [assemble.decision("streams", there, streams.streams),
+                      assemble.decision("core_limits", there, streams.limits)]
+        for feature in ("prefetch", "super_kernel"):
+            for key, extra in self.extras.items():
+                there = [part for part, k in zip(self.parts, self.keys, strict=True) if k == key]
+                found.append(assemble.decision(feature, there, getattr(extra, feature)))
+        return found + self._cuts()
+
+    def _cuts(self) -> list[Decision]:
+        seen: dict[tuple[str, str], Decision] = {}
+        for extra in self.extras.values():
+            for cut in extra.cuts:
+                label = cut.task.label or cut.task.load.kernel
+                seen.setdefault((label, cut.reason), Decision("super_kernel", label, False, cut.reason))
+        return list(seen.values())
+
+
+def _seam(part: Segment, after: Segment) -> tuple[tuple[int, int], ...]:
+    """Which tasks of ``after`` read results of ``part``, by place."""
+    index = {task.name: i for i, task in enumerate(part.tasks)}
+    return tuple((i, index[name]) for i, task in enumerate(after.tasks) for name in task.deps if name in index)
+
+
+def _checked(plan: Plan, graph: Schedule, machine: Machine, options: ScheduleOptions) -> Plan:
+    """``plan`` with its times; the plan of one stream when that is faster and nothing is forced or pinned."""
+    forced = [feature for feature in FEATURES if options.pins.switch(feature) == "force"]
+    for feature in forced:
+        if not any(d.applied for d in plan.decisions if d.feature == feature):
+            reasons = sorted({d.reason for d in plan.decisions if d.feature == feature})
+            raise PlanError(f"{feature} is forced, but possible nowhere: {'; '.join(reasons)}")
+    serial = simulate(graph.serial(), machine).step_us
+    predicted = serial if plan.changes_nothing else simulate(to_schedule(plan, graph), machine).step_us
+    if predicted > serial and not forced and not options.pins.nodes:
+        lost = Decision("streams", "the whole graph", False, "no gain: the layers win by themselves, but together they "
+                        f"take {predicted:.1f} us against {serial:.1f} us on one stream")
+        plan = dataclasses.replace(serial_plan(graph, options.target), decisions=(lost,))
+        predicted = serial
+    return dataclasses.replace(plan, predicted_us=predicted, serial_us=serial,
+                               lower_bound_us=bounds(graph, machine).us)

@@ -1,0 +1,44 @@
+"""Which kernels wait for other dies or for all their own cores, and in which group they talk.
+
+Two collectives that run at the same time on one die must be in the same order on every die, or each may hold the cores
+that the other one's partner needs. A group therefore stays on one stream. Kernels whose cores must all be there at once
+run side by side only where both have room: on one stream, or under core limits that fit the chip together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from cannopy.stream_scheduler.simulator import Task
+
+EXCHANGES = frozenset({"moe_dispatch", "moe_combine"})
+RINGS = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all"})
+MEETING = frozenset({"moe_init_routing"})
+"""Kernels whose own cores wait for each other: the sort of the routing."""
+
+EVERYBODY = "the whole deployment"
+
+
+def group_of(task: Task, groups: Mapping[str, str]) -> str | None:
+    """The communication group of ``task``, None when it is no collective. Collectives of no named group are taken to be
+    of one."""
+    if task.name in groups:
+        return groups[task.name]
+    return EVERYBODY if task.load.kernel in EXCHANGES | RINGS else None
+
+
+def meets(task: Task, groups: Mapping[str, str]) -> bool:
+    """Whether all cores of ``task`` must be there at the same time."""
+    return group_of(task, groups) is not None or task.load.kernel in MEETING
+
+
+def groups_by_ranks(tasks: Iterable[Task]) -> dict[str, str]:
+    """Groups of the collectives of a described network, whose layout has one group of each size beside the experts'."""
+    found = {}
+    for task in tasks:
+        if task.load.kernel in EXCHANGES:
+            found[task.name] = "experts"
+        elif task.load.kernel in RINGS:
+            sizes = getattr(getattr(task.load, "work", None), "sizes", {})
+            found[task.name] = f"{sizes.get('ranks', 0):g} ranks"
+    return found

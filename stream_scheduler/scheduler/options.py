@@ -1,0 +1,38 @@
+"""What a user may choose about scheduling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+from cannopy.stream_scheduler.plan import FEATURES, SWITCHES, Pins, PlanError
+from cannopy.stream_scheduler.plan.apply import known
+
+MOST_STREAMS = 4
+
+
+@dataclass(frozen=True)
+class ScheduleOptions:
+    """``streams``: budget, 1 to 4; another stream is used only where it wins more than ``threshold``, a share of the
+    time of the layer. ``split``: core limits are searched, or always halves. ``order``: kernels are reordered, or stay
+    in graph order. ``groups`` {kernel: communication group} where the name of a kernel does not tell; see
+    `collectives`. ``pins``: switches of features and fixed kernels. ``target``: name of the chip, for the plan."""
+
+    target: str = ""
+    streams: int = 2
+    threshold: float = 0.005
+    split: Literal["search", "half"] = "search"
+    order: Literal["search", "graph"] = "search"
+    groups: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    pins: Pins = field(default_factory=Pins)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.streams <= MOST_STREAMS:
+            raise PlanError(f"streams: expected 1 to {MOST_STREAMS}, found {self.streams}")
+        if not 0 <= self.threshold < 1:
+            raise PlanError(f"threshold: expected a share of the time from 0 to below 1, found {self.threshold!r}")
+        for feature, switch in self.pins.features.items():
+            known("feature", feature, FEATURES)
+            known(f"switch of {feature}", switch, SWITCHES)

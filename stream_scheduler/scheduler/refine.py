@@ -1,0 +1,105 @@
+"""Core limits kernel by kernel, for a layer whose streams are decided.
+
+Starts from the limits of the windows, changes one kernel at a time to another limit or to none, longest kernels first,
+and keeps what shortens the list schedule. Kernels that the new schedule keeps apart and that would not fit beside each
+other wait for one another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from cannopy.stream_scheduler.plan import Cores
+from cannopy.stream_scheduler.scheduler.listing import Layout, Lister
+from cannopy.stream_scheduler.scheduler.problem import Problem, Solution
+from cannopy.stream_scheduler.scheduler.splits import limits, splits
+from cannopy.stream_scheduler.scheduler.windows import apart, beside
+
+PASSES = 3
+_TINY = 1e-6
+
+
+def refined(problem: Problem, solution: Solution, streams: int, settled: bool) -> Solution:
+    """``solution`` with better limits by the list scheduler, or an equal one. ``settled``: every group of collectives
+    stays on the stream that it is on."""
+    search = _Search(problem, solution, streams, settled)
+    for _ in range(PASSES):
+        before = search.found.us
+        for i in sorted(range(problem.size), key=lambda i: (-problem.us[i], i)):
+            for cores in search.choices[i]:
+                search.attempt({i: cores})
+        for i, j in search.neighbours():
+            for split in splits(problem.machine, 2):
+                search.attempt(dict(zip((i, j), split, strict=True)))
+        if search.found.us > before - _TINY:
+            break
+    return ordered(problem, search.found, search.limit)
+
+
+class _Search:
+    """The limits so far and the layout that they give."""
+
+    def __init__(self, problem: Problem, solution: Solution, streams: int, settled: bool) -> None:
+        self.problem = problem
+        self.lister = Lister(problem, streams, limited=True)
+        self.choices = [_choices(problem, i) for i in range(problem.size)]
+        self.limit = list(solution.cores)
+        homes = {group: solution.streams[i] for i, group in enumerate(problem.groups)}
+        for i, group in enumerate(problem.groups):
+            if settled and group is not None:
+                self.lister.allowed[i] = (homes[group],)
+            self.lister.set(i, self.limit[i])
+        self.found = self.lister.improved(1)
+
+    def attempt(self, change: Mapping[int, Cores | None]) -> None:
+        """Keep ``change`` {task: limit} if the layout gets shorter."""
+        change = {i: cores if cores in self.choices[i] else self.choices[i][0] for i, cores in change.items()}
+        if all(self.limit[i] == cores for i, cores in change.items()):
+            return
+        for i, cores in change.items():
+            self.lister.set(i, cores)
+        tried = self.lister.improved(1)
+        if tried.us < self.found.us - _TINY:
+            self.found = tried
+            for i, cores in change.items():
+                self.limit[i] = cores
+            return
+        for i in change:
+            self.lister.set(i, self.limit[i])
+
+    def neighbours(self) -> list[tuple[int, int]]:
+        """Pairs of kernels that run at the same time and want the same cores, longest first."""
+        found, p = self.found, self.problem
+        pairs = [(i, j) for i in range(p.size) for j in range(i)
+                 if min(found.end[i], found.end[j]) > max(found.start[i], found.start[j]) + _TINY
+                 and any(a and b for a, b in zip(p.cores[i], p.cores[j], strict=True))]
+        return sorted(pairs, key=lambda pair: (-min(p.us[i] for i in pair), pair))
+
+
+def ordered(problem: Problem, layout: Layout, limit: Sequence[Cores | None]) -> Solution:
+    """``layout`` with waits between kernels of two streams that it keeps apart and that do not fit together."""
+    order = tuple(sorted(range(problem.size), key=lambda i: (layout.start[i], i)))
+    solution = problem.pinned(Solution(order, tuple(layout.streams), tuple(limit)))
+    place = {i: n for n, i in enumerate(order)}
+    for i in order:
+        while True:
+            masks = beside(problem, solution)
+            clashes = [j for j in order[: place[i]] if masks[i] >> j & 1 and apart(problem, solution, i, j)]
+            if not clashes:
+                break
+            solution = dataclasses.replace(solution, waits=(*solution.waits, (i, clashes[-1])))
+    return solution
+
+
+def _choices(problem: Problem, i: int) -> list[Cores | None]:
+    """No limit, and the limits that the kernel would notice, widest first; what the user pinned alone."""
+    pin = problem.pins[i]
+    if pin is not None and pin.cores is not None:
+        return [None if pin.cores == "whole" else pin.cores]
+    cube, vector = problem.cores[i]
+    found: list[Cores | None] = [None]
+    for c, v in reversed(limits(problem.machine)):
+        if (cube and c < cube) or (vector and v < vector):
+            found.append((c, v))
+    return found

@@ -136,13 +136,14 @@ class _Batch:
         behind everything that reads the old ones.
         """
         wanted: dict[fx.Node, list[fx.Node]] = {}
+        trailing = [n for n in self.order if is_call(n, aten.copy_.default)][:1]
         for node, row in self.rows.items():
             if row.computed and any(user not in self.rows for user in node.users):
                 wanted.setdefault(row.stack, []).append(node)
         changes = 0
         for stack, nodes in wanted.items():
             users = [user for node in nodes for user in node.users if user not in self.rows]
-            first = min(users, key=self.order.__getitem__)
+            first = min((*users, *trailing), key=self.order.__getitem__)
             with self.editor.before(first, like=nodes[0]):
                 cut = self.editor.call(aten.split_with_sizes.default, stack, [1] * self.count, 0)
                 for node in nodes:

@@ -26,6 +26,8 @@ LOOKED, ENDED = "looked", "ended"
 """The two stages."""
 _LONGEST_POLL = 0.5
 _FIRST_NEWS, _NEWS = 5.0, 30.0
+_LAST_WORD = 10.0
+"""Seconds that the first rank gives the others to read what it has read."""
 
 _counts: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 """Compilations so far, by process group and ranks: all ranks must count alike."""
@@ -67,6 +69,7 @@ class Peers:
             self._store.set(keys[self.rank], json.dumps(asdict(word)))
             self._wait(stage, keys)
             words = {r: Word(**json.loads(self._store.get(k))) for r, k in keys.items()}
+            self._take_leave(keys)
         except RankError as e:
             self.fail(str(e))
             raise
@@ -114,6 +117,15 @@ class Peers:
                                self.timeout)
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_POLL)
+
+    def _take_leave(self, keys: Mapping[int, str]) -> None:
+        """The first rank, whose process often holds the store, stays until the others have heard."""
+        self._store.set(f"{keys[self.rank]}/heard", "")
+        end = time.monotonic() + _LAST_WORD
+        while self.rank == self.ranks[0] and time.monotonic() < end:
+            if self._store.check([f"{k}/heard" for k in keys.values()]):
+                return
+            time.sleep(0.005)
 
     def _missing(self, keys: Mapping[int, str]) -> str:
         return ranks_text([r for r, k in keys.items() if not self._store.check([k])])

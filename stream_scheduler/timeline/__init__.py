@@ -2,7 +2,8 @@
 
 from cannopy.stream_scheduler.timeline.critical import critical_path
 from cannopy.stream_scheduler.timeline.page import render
+from cannopy.stream_scheduler.timeline.payload import payload
 from cannopy.stream_scheduler.timeline.perfetto import perfetto
 from cannopy.stream_scheduler.timeline.run import Run
 
-__all__ = ["Run", "critical_path", "perfetto", "render"]
+__all__ = ["Run", "critical_path", "payload", "perfetto", "render"]

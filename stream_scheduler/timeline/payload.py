@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from cannopy.stream_scheduler.plan.model import Decision
 from cannopy.stream_scheduler.simulator import Machine
 from cannopy.stream_scheduler.timeline.critical import critical_path
 from cannopy.stream_scheduler.timeline.load import usage
@@ -25,14 +27,25 @@ class _Texts:
         return self.numbers.setdefault(text, len(self.numbers))
 
 
-def payload(runs: Sequence[Run], machine: Machine) -> dict[str, Any]:
-    """``runs`` with kernels ``[name, label, kernel, stream, start, end, bound, alone, HBM bytes, L2 bytes, cube,
-    vector, limit, layer, SuperKernel, critical, details]``, where names are numbers into ``texts``."""
+def payload(runs: Sequence[Run], machine: Machine, lower_bound_us: float | None = None,
+            decisions: Sequence[Decision] = ()) -> dict[str, Any]:
+    """Everything that a page about ``runs`` on ``machine`` shows, JSON-ready; it can be stored and drawn later.
+
+    Kernels are ``[name, label, kernel, stream, start, end, bound, alone, HBM bytes, L2 bytes, cube, vector, limit,
+    layer, SuperKernel, critical, details]``, where names are numbers into ``texts``. ``lower_bound_us``: device time
+    and launches that no schedule beats, in microseconds. ``decisions``: what the scheduler did and did not do.
+
+    Raises:
+        ValueError: no run, or a run of nothing.
+    """
+    if not runs or any(not run.trace.spans for run in runs):
+        raise ValueError("a timeline needs at least one run with at least one kernel")
     texts = _Texts()
     drawn = [_run(run, texts) for run in runs]
     return {
         "texts": list(texts.numbers), "bounds": BOUNDS, "runs": drawn,
         "machine": {"cube": machine.cube_cores, "vector": machine.vector_cores, "hbm": machine.hbm_rate},
+        "lower_bound_us": lower_bound_us, "decisions": [dataclasses.asdict(decision) for decision in decisions],
     }
 
 

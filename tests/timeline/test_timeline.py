@@ -11,7 +11,7 @@ import pytest
 
 from cannopy.stream_scheduler.plan.model import Decision
 from cannopy.stream_scheduler.simulator import Prefetch, Schedule, Task, Weight, simulate
-from cannopy.stream_scheduler.timeline import Run, critical_path, perfetto, render
+from cannopy.stream_scheduler.timeline import Run, critical_path, payload, perfetto, render
 from cannopy.stream_scheduler.timeline.load import usage
 from tests.simulator.loads import Fixed, machine
 from tests.timeline import browser
@@ -119,8 +119,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("a page") / "timeline ü.html"
     decisions = [Decision("streams", "layers 0-1", True, "shorter <by> 3 %", 12.0, 8.5),
                  Decision("prefetch", "layer 0", False, "no gain")]
-    text = render([serial(), planned()], CHIP, title="toy <decode>", about=[("target", "atlas-a3")],
-                  lower_bound_us=50.0, decisions=decisions, notes=["priced & drawn"])
+    data = json.loads(json.dumps(payload([serial(), planned()], CHIP, 50.0, decisions)))
+    text = render(data, title="toy <decode>", about=[("target", "atlas-a3")], notes=["priced & drawn"])
     file.write_text(text, encoding="utf-8")
     return file
 
@@ -146,7 +146,7 @@ def test_nothing_to_draw_is_an_error() -> None:
     empty = Run("none", Schedule(()), simulate(Schedule(()), CHIP))
     for runs in ([], [empty]):
         with pytest.raises(ValueError, match="at least one"):
-            render(runs, CHIP, title="x")
+            payload(runs, CHIP)
 
 
 PROBE = """<script>

@@ -6,8 +6,9 @@ import json
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -25,12 +26,12 @@ class OwnGraph(Tiny):
 
 
 def compiled_by(cls: type[Tiny], cache: Path, timeout: float = 20.0, during: Callable[[], None] | None = None,
-                ranks: tuple[int, ...] | None = None) -> dict[str, str]:
+                ranks: tuple[int, ...] | None = None, engine: Literal["eager", "torchair"] = "eager") -> dict[str, str]:
     """Look up as a rank, build on a miss (``during`` runs while the right to build is held); the cache's report."""
     torch.manual_seed(0)
     model = cls().eval()
     x, state = example()
-    options = eager(cache, cache_timeout=timeout, ranks=ranks)
+    options = replace(eager(cache, cache_timeout=timeout, ranks=ranks), engine=engine)
     found = look(model, (x, state), options)
     compiled = found.compiled
     if compiled is None:

@@ -73,7 +73,8 @@ class ExpertWeight:
 class Experts:
     """What an expert MLP is made of: x of T·H, ids and scales of T·K elements, and the weights.
 
-    ``choices``: the ids are below that number; those that have no weights are zero experts (see `zero_experts`).
+    ``choices``: the ids are below that number; those that have no weights are zero experts (see `zero_experts`), whose
+    part of the result is added where ``share``.
     """
 
     x: fx.Node
@@ -85,6 +86,7 @@ class Experts:
     down: ExpertWeight
     skip: fx.Node | None = None
     choices: int | None = None
+    share: bool = False
 
     @property
     def hidden(self) -> int:
@@ -136,13 +138,25 @@ def emit(e: Experts, call: Call, gate_up: Anything, down: Anything) -> Anything:
     if e.choices is not None:
         # As [experts, rows each, H], which this mode asks for; the op wants no less experts than K.
         out = call(aten.reshape.default, out, [e.top_k, e.tokens, e.hidden])
-    skip = None if e.skip is None else _shaped(call, e.skip, [e.tokens, e.hidden])
-    if skip is not None and e.skip is not None and dtype(e.skip) != dtype(e.x):
-        skip = call(aten._to_copy.default, skip, dtype=dtype(e.x))
+    skip = _share(e, call, x, ids_2d, scales) if e.share else None
+    if e.skip is not None:
+        skip = _shaped(call, e.skip, [e.tokens, e.hidden])
     return call(
         npu.npu_moe_finalize_routing.default, out, skip, None, None, scales, row_idx, None,
         drop_pad_mode=ROUTED if e.choices is None else DROPPED,
     )
+
+
+def _share(e: Experts, call: Call, x: Anything, ids: Anything, scales: Anything) -> Anything:
+    """x · Σ_k [id >= E] w of zero experts, [T, H], rounded to the dtype of x."""
+    zero = call(aten.masked_fill.Scalar, scales, call(aten.lt.Scalar, ids, e.gate_up.experts), 0.0)
+    weight = call(aten.sum.dim_IntList, zero, [-1], True)
+    narrow, wide = dtype(e.x), torch.promote_types(dtype(e.x), dtype(e.scales))
+    if wide == narrow:
+        return call(aten.mul.Tensor, x, weight)
+    # Cast before the product: routers read their tokens so, and equal casts become one.
+    product = call(aten.mul.Tensor, call(aten._to_copy.default, x, dtype=wide), weight)
+    return call(aten._to_copy.default, product, dtype=narrow)
 
 
 def weight_refusal(context: Context, e: Experts, experts: int) -> Refusal | None:
@@ -204,8 +218,14 @@ def _skipped(match: Match, experts: Experts) -> Experts | Refusal:
     shared = match.get("shared")
     if shared is None:
         return experts
+    part = before(shared, aten._to_copy.default) if isinstance(shared, fx.Node) else shared
+    if experts.choices is not None and handed_on(part, experts.x, experts.ids, experts.gate_up.experts):
+        return replace(experts, share=True)
     if match.get("wide") is not None:
-        return _zero_share(match, experts, shared)
+        found = describe(shared)
+        return Refusal("what is added before the sum is rounded is not the share of zero experts: the sum stays as it "
+                       "is", match["wide"], "operand", "x · Σ w over the numbers that have no weights", found,
+                       f"round the sum over the chosen experts to {describe(dtype(experts.x))} before {found} is added")
     if not isinstance(shared, fx.Node) or shape(shared) != shape(match.anchor):
         return Refusal("what is added to the experts' result is not a tensor of its shape: added separately",
                        match.anchor, "shape", str(list(shape(match.anchor))), describe(shared),
@@ -218,16 +238,6 @@ def _skipped(match: Match, experts: Experts) -> Experts | Refusal:
         return _has_readers(shared, [match.anchor], "what is added",
                             "what is added to the experts' result has other readers: added separately")
     return replace(experts, skip=shared)
-
-
-def _zero_share(match: Match, experts: Experts, shared: object) -> Experts | Refusal:
-    """``experts`` with what zero experts add before the sum is rounded; it is rounded on its own then."""
-    if handed_on(shared, experts.x, experts.ids, experts.gate_up.experts):
-        return replace(experts, skip=cast(fx.Node, shared))
-    found = describe(shared)
-    return Refusal("what is added before the sum is rounded is not the share of zero experts: the sum stays as it is",
-                   match["wide"], "operand", "x · Σ w over the numbers that have no weights", found,
-                   f"round the sum over the chosen experts to {describe(dtype(experts.x))} before {found} is added")
 
 
 def _has_readers(node: fx.Node, allowed: Sequence[fx.Node], what: str, reason: str) -> Refusal:

@@ -24,16 +24,23 @@ from cannopy.fx_passes.stamp import StampError
 from cannopy.options import Options
 from cannopy.report import CompileReport
 
+TIMELINE = "timeline"
+"""Key of a stored report: the picture of the plan, which is no part of `CompileReport`."""
+
 
 class Compiled:
     """A compiled method: call it as the eager one.
 
-    ``report`` is the `CompileReport`. Caches and other tensors that the model mutates are updated in place.
+    ``report`` is the `CompileReport`. ``timeline`` is what a page of the plan is drawn from
+    (`stream_scheduler.timeline.render`), None where nothing was planned. Caches and other tensors that the model
+    mutates are updated in place.
     """
 
     def __init__(self, model: CompiledModel, eager: torch.nn.Module) -> None:
         self.model = model
-        self.report = CompileReport.from_dict(model.report)
+        report = dict(model.report)
+        self.timeline = report.pop(TIMELINE, None)
+        self.report = CompileReport.from_dict(report)
         self._eager = eager
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -180,4 +187,4 @@ def _report(
     )
     planned = program.facts.get(planning.PLANNED)
     report.schedule |= planned.report() if planned else prediction.times(prediction.predict(program, target)[0])
-    return report.to_dict()
+    return {**report.to_dict(), TIMELINE: planned.picture() if planned else None}

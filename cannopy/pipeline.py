@@ -11,7 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cannopy import planning
-from cannopy.backend.cache.code import CodeWalk, digest
+from cannopy.backend.cache.code import CodeWalk
+from cannopy.backend.cache.key import object_text
+from cannopy.backend.cache.text import digest
 from cannopy.errors import CannopyError
 from cannopy.fusion_rules import catalog, dialect, extension
 from cannopy.fusion_rules.engine.apply import Log, apply
@@ -91,10 +93,10 @@ class Plan:
             number = f" ({named[path.name]})" if named[path.name] > 1 else ""
             lines.append(f"rule file {path.name}{number}={_content(path)}")
         for name, one in self.user.items():
-            walk = CodeWalk([])
+            walk = CodeWalk([], object_text)
             for part in (one.rule.check, one.rule.rewrite):
                 walk.add(part)
-            lines.append(f"code of rule {name}={digest(repr(walk.items))}")
+            lines.append(f"code of rule {name}={digest(repr(walk.items) + object_text(one.rule))}")
         return "\n".join(lines)
 
 

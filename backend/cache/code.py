@@ -2,46 +2,37 @@
 
 From the method and the ``forward`` of every module in the tree, names are followed: globals of a function, and
 methods of those names on the classes of the model and of the call's objects. Bytecode is digested, not text, so a
-comment or another line number changes nothing and a function put in place at run time is seen. torch, torch_npu and
-the standard library stand for themselves by their versions.
+comment, a docstring or another line number changes nothing and a function put in place at run time is seen. torch,
+torch_npu and the standard library stand for themselves by their versions. Work is done per class and function, not
+per layer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import hashlib
-import inspect
+import itertools
+import os
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+import torch
+
+from cannopy.backend.cache.text import code_text, constant_text, digest, module_name
+
+Describe = Callable[[Any], str]
 
 STABLE = frozenset({"torch", "torch_npu", "torchair", "numpy", "builtins", "cannopy"}) | sys.stdlib_module_names
 """Top-level packages that the ``versions`` and ``cannopy`` fields of the key cover."""
 
 _COLLECTIVES = frozenset({"_c10d_functional", "c10d", "c10d_functional", "_dtensor"})
 """Namespaces of ``torch.ops``."""
-_SCALARS = (bool, int, float, complex, str, bytes, type(None))
-
-
-def digest(text: str) -> str:
-    """16 hex digits of SHA-256."""
-    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16]
-
-
-def constant_text(value: Any) -> str | None:
-    """A scalar, or a tuple, list or set of scalars, as text that is the same in every process; None for the rest."""
-    if isinstance(value, _SCALARS):
-        text = repr(value)
-    elif isinstance(value, (tuple, list, set, frozenset)):
-        parts = [constant_text(v) for v in value]
-        if any(p is None for p in parts):
-            return None
-        known = [p for p in parts if p is not None]
-        text = f"{type(value).__name__}({','.join(sorted(known) if isinstance(value, (set, frozenset)) else known)})"
-    else:
-        return None
-    return text if len(text) <= 80 else f"{text[:40]}… {digest(text)}"
+_NOT_NOTED = frozenset({"__file__", "__cached__", "__path__", "__spec__", "__loader__", "__doc__", "__dict__"})
+"""Globals of every module that say where it is, not what it does."""
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_INSTALLED = ("site-packages", "dist-packages")
 
 
 def top_package(obj: Any) -> str:
@@ -63,15 +54,6 @@ def own_classes(classes: Iterable[type]) -> list[type]:
             if top_package(base) not in STABLE:
                 seen.setdefault(base)
     return list(seen)
-
-
-def code_text(code: types.CodeType) -> str:
-    """What a code object does: instructions, names and constants; no file name, no line numbers."""
-    constants = []
-    for c in code.co_consts:
-        constants.append(code_text(c) if isinstance(c, types.CodeType) else constant_text(c) or type(c).__name__)
-    names = (code.co_name, code.co_names, code.co_varnames, code.co_freevars, code.co_flags, code.co_argcount)
-    return f"{names}{code.co_code.hex()}[{','.join(constants)}]"
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -106,12 +88,64 @@ def _functions(value: Any) -> Iterator[types.FunctionType]:
             return
 
 
-class CodeWalk:
-    """Collects what is reachable from some roots: digests of functions, values of constants they name."""
+def is_installed(module: str, file: str = "") -> bool:
+    """Whether a module is of an installed distribution, not a file of the user's."""
+    file = getattr(sys.modules.get(module), "__file__", None) or file
+    return any(part in file for part in _INSTALLED)
 
-    def __init__(self, classes: Iterable[type]) -> None:
+
+def reference_text(value: Any) -> str | None:
+    """A function, class, module or operator by its name, a partial with its arguments; None for anything else."""
+    if isinstance(value, types.ModuleType):
+        return f"module {module_name(value.__name__)}"
+    if isinstance(value, (functools.partial, functools.partialmethod)):
+        parts = [*value.args, *itertools.chain(*sorted(value.keywords.items()))]
+        return f"partial {[_short(v) for v in (value.func, *parts)]}"
+    if not isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, *_OPERATORS)):
+        return None
+    kind = "class" if isinstance(value, type) else "function"
+    code = f" {digest(code_text(value.__code__))}" if isinstance(value, types.FunctionType) else ""
+    return f"{kind} {module_name(value.__module__ or '')}.{getattr(value, '__qualname__', value)}{code}"
+
+
+def _short(value: Any) -> str:
+    return constant_text(value) or reference_text(value) or type(value).__qualname__
+
+
+def function_text(f: types.FunctionType, describe: Describe) -> str:
+    """Digest of code, closure, defaults and keyword defaults of a function."""
+    cells = []
+    for cell in f.__closure__ or ():
+        try:
+            cells.append(_held(f, cell.cell_contents, describe))
+        except ValueError:  # not filled yet
+            cells.append("empty")
+    defaults = [_held(f, v, describe) for v in f.__defaults__ or ()]
+    keywords = [f"{k}={_held(f, v, describe)}" for k, v in sorted((f.__kwdefaults__ or {}).items())]
+    return digest(f"{code_text(f.__code__)}{cells}{defaults}{keywords}")
+
+
+def _held(f: types.FunctionType, value: Any, describe: Describe) -> str:
+    """A value that `f` holds. Objects of installed code are told by type: they are as their version makes them."""
+    text = constant_text(value) or reference_text(value)
+    if text is not None:
+        return text
+    if is_installed(f.__module__ or "", f.__code__.co_filename):
+        return type(value).__qualname__
+    return describe(value)
+
+
+class CodeWalk:
+    """Collects what is reachable from some roots: digests of functions, values that they name.
+
+    ``describe`` gives the text of an object that is neither plain nor code.
+    """
+
+    def __init__(self, classes: Iterable[type], describe: Describe) -> None:
         self._found: dict[str, set[str]] = {}
         self._classes = own_classes(classes)
+        self._class_set = set(self._classes)
+        self._describe = describe
         self._seen: set[int] = set()
         self._queue: list[types.FunctionType] = []
         self._names_done: set[str] = set()
@@ -138,9 +172,31 @@ class CodeWalk:
             if name in vars(cls):
                 value = vars(cls)[name]
                 self._push(value)
-                self._note(f"{cls.__module__}.{cls.__qualname__}.{name}", value)
+                installed = is_installed(cls.__module__)
+                self._note(f"{module_name(cls.__module__)}.{cls.__qualname__}.{name}", value, installed)
 
-    def _note(self, name: str, value: Any) -> None:
+    def reads(self, name: str) -> bool:
+        """Whether code that was followed uses the name."""
+        return name in self._names_done
+
+    def add_modules(self, classes: Iterable[type]) -> None:
+        """All functions of the modules that define ``classes``, not followed further.
+
+        Names that code puts together at run time (``getattr(self, "attend_" + kind)``) are found here.
+        """
+        for name in sorted({c.__module__ for c in classes} - {"__main__"}):
+            module = sys.modules.get(name)
+            for value in list(vars(module).values()) if module is not None else ():
+                own = isinstance(value, type) and value.__module__ == name
+                members = list(vars(value).values()) if own else [value]
+                for f in itertools.chain.from_iterable(map(_functions, members)):
+                    if f.__module__ == name and id(f) not in self._seen:
+                        self._record(f)
+
+    def _note(self, name: str, value: Any, installed: bool) -> None:
+        """A plain value by name. Dicts of installed code are not noted: many are filled while a process runs."""
+        if name.rpartition(".")[2] in _NOT_NOTED or (installed and isinstance(value, dict)):
+            return
         text = constant_text(value)
         if text is not None:
             self._found.setdefault(name, set()).add(text)
@@ -151,23 +207,31 @@ class CodeWalk:
                 self._seen.add(id(f))
                 self._queue.append(f)
 
+    def _record(self, f: types.FunctionType) -> None:
+        name = f"{module_name(f.__module__)}.{f.__qualname__}"
+        self._found.setdefault(name, set()).add(function_text(f, self._describe))
+
     def _visit(self, f: types.FunctionType) -> None:
-        name = f"{f.__module__}.{f.__qualname__}"
-        cells = []
+        self._record(f)
         for cell in f.__closure__ or ():
-            try:
-                value = cell.cell_contents
-            except ValueError:  # not filled yet
-                continue
-            cells.append(constant_text(value) or type(value).__qualname__)
-            self._push(value)
-        defaults = [constant_text(v) or type(v).__qualname__ for v in f.__defaults__ or ()]
-        keywords = [f"{k}={constant_text(v)}" for k, v in sorted((f.__kwdefaults__ or {}).items())]
-        self._found.setdefault(name, set()).add(digest(f"{code_text(f.__code__)}{cells}{defaults}{keywords}"))
-        for n in _names(f.__code__):
+            with contextlib.suppress(ValueError):  # not filled yet
+                self._push(cell.cell_contents)
+        names = list(_names(f.__code__))
+        for n in names:
             self.distributed |= n.startswith("torch.distributed") or n in _COLLECTIVES  # an import inside, torch.ops.…
             self._global(f, n)
             self.add_name(n)
+        if not is_installed(f.__module__ or "", f.__code__.co_filename) and ("environ" in names or "getenv" in names):
+            self._environment(f.__code__)
+
+    def _environment(self, code: types.CodeType) -> None:
+        """What the environment has under the names that stand in code which reads it."""
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                self._environment(constant)
+            elif isinstance(constant, str) and constant.isidentifier():
+                value = os.environ.get(constant)
+                self._found.setdefault(f"environment {constant}", set()).add(constant_text(value) or "")
 
     def _global(self, f: types.FunctionType, name: str) -> None:
         if name not in f.__globals__:
@@ -175,42 +239,36 @@ class CodeWalk:
         value = f.__globals__[name]
         whole_torch = value is sys.modules.get("torch")
         self.distributed |= of_distributed(value) or (whole_torch and "distributed" in _names(f.__code__))
-        self._note(f"{f.__module__}.{name}", value)
         if isinstance(value, types.ModuleType):
             if value.__name__.split(".")[0] in STABLE:
                 return
             for n in _names(f.__code__):
-                member = vars(value).get(n)
-                self._push(member)
-                self._class(member)
                 if n in vars(value):
-                    self._note(f"{value.__name__}.{n}", member)
-        elif isinstance(value, (dict, list)):
-            for v in value.values() if isinstance(value, dict) else value:
-                self._push(v)
+                    self._named(f, f"{module_name(value.__name__)}.{n}", vars(value)[n])
         else:
-            self._push(value)
-            self._class(value)
+            self._named(f, f"{module_name(f.__module__)}.{name}", value)
+
+    def _named(self, f: types.FunctionType, name: str, value: Any) -> None:
+        """Something that `f` reads by name from a module: code is followed, a value noted."""
+        installed = is_installed(f.__module__ or "", f.__code__.co_filename)
+        self._push(value)
+        self._class(value)
+        self._note(name, value, installed)
+        held = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        for v in held:
+            self._push(v)
+        if not installed and constant_text(value) is None:
+            self._class(type(value))
+            self._found.setdefault(name, set()).add(_held(f, value, self._describe))
 
     def _class(self, value: Any) -> None:
         """A class that code names may be instantiated: its methods count like those of the model's classes."""
-        if not inspect.isclass(value) or value in self._classes or top_package(value) in STABLE:
+        if not isinstance(value, type) or value in self._class_set or top_package(value) in STABLE:
             return
-        fresh = [c for c in own_classes([value]) if c not in self._classes]
+        fresh = [c for c in own_classes([value]) if c not in self._class_set]
         self._classes += fresh
+        self._class_set.update(fresh)
         for cls in fresh:
             for n in ("__init__", "__new__", "__call__", "forward", *self._names_done):
                 if n in vars(cls):
                     self._push(vars(cls)[n])
-
-
-def file_digest(cls: type) -> str:
-    """Digest of the source file that defines `cls`; "" when there is none (a notebook, ``exec``)."""
-    path = getattr(sys.modules.get(cls.__module__), "__file__", None)
-    if path is None:
-        return ""
-    try:
-        with open(path, "rb") as f:
-            return hashlib.sha256(f.read()).hexdigest()[:16]
-    except OSError:
-        return ""

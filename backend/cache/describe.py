@@ -6,22 +6,33 @@ device type, never by value: values are inputs of the graph.
 
 from __future__ import annotations
 
-import enum
+import functools
+import types
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from cannopy.backend.cache.code import constant_text, top_package
+from cannopy.backend.cache.code import of_distributed, reference_text, top_package
+from cannopy.backend.cache.text import VOLATILE, constant_text, digest, module_name
 
 _MODULE_PLUMBING = frozenset(
     k
     for k in vars(torch.nn.Module())
     if k != "training"  # _parameters, _modules, hooks, …
 )
-_VOLATILE = frozenset({"_name_or_path", "name_or_path", "_commit_hash", "_original_object_hash"})
-"""Where a Hugging Face object came from, and a hash that differs in every process."""
+_STATE = "logging threading _thread weakref io _io random queue asyncio multiprocessing concurrent socket subprocess"
+_OPAQUE = frozenset(
+    f"{_STATE} torch torch_npu builtins ctypes datetime time uuid tempfile contextlib contextvars".split()
+)
+"""Packages whose objects hold state of the process, not what a graph is made from."""
 _DEPTH = 12
+
+
+def class_name(cls: type) -> str:
+    """Module and name of a class."""
+    return f"{module_name(cls.__module__)}.{cls.__qualname__}"
 
 
 def tensor_item(t: torch.Tensor) -> str:
@@ -49,14 +60,14 @@ class Describer:
     def module_items(self, module: torch.nn.Module, path: str) -> Iterator[tuple[str, str]]:
         """(path, text) of the plain attributes of one module, its children left out."""
         self.classes.setdefault(type(module))
-        yield f"{path} class", f"{type(module).__module__}.{type(module).__qualname__}"
+        yield f"{path} class", class_name(type(module))
         for name, value in sorted(vars(module).items()):
-            if name not in _MODULE_PLUMBING and name not in _VOLATILE:
+            if name not in _MODULE_PLUMBING and name not in VOLATILE:
                 yield from self._walk(value, f"{path}.{name}", 1)
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             self.functions += hooks.values()
             if hooks:
-                yield f"{path} hooks", str(len(hooks))
+                yield f"{path} hooks", "; ".join(reference_text(h) or class_name(type(h)) for h in hooks.values())
 
     def _walk(self, value: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:
         text = self._leaf(value)
@@ -69,59 +80,67 @@ class Describer:
         self._met[id(value)] = path
         self._alive.append(value)
         if depth >= _DEPTH:
-            yield path, f"{type(value).__module__}.{type(value).__qualname__} (not looked into)"
+            yield path, f"{class_name(type(value))} (not looked into)"
             return
         yield from self._inside(value, path, depth)
 
     def _leaf(self, value: Any) -> str | None:
         if isinstance(value, torch.Tensor):
             return tensor_item(value)
-        if isinstance(value, enum.Enum):
-            return str(value)
-        if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)):
-            return str(value)
         if isinstance(value, type):
             self.classes.setdefault(value)
-            return f"{value.__module__}.{value.__qualname__}"
+            return class_name(value)
         if isinstance(value, torch.nn.Module) and id(value) in self._tree:
-            return f"module {type(value).__module__}.{type(value).__qualname__}"
-        return constant_text(value)
+            return f"module {class_name(type(value))}"
+        return None if type(value) is dict else constant_text(value)  # entry by entry, so that a miss names one
 
     def _inside(self, value: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:
         kind = type(value)
         if isinstance(value, Mapping):
             yield path, f"{kind.__qualname__} of {len(value)}"
             for k, v in sorted(value.items(), key=lambda kv: str(kv[0])):
-                if k in _VOLATILE:
+                if k in VOLATILE:
                     continue
                 yield from self._walk(v, f"{path}[{k!r}]" if constant_text(k) else f"{path}[?]", depth + 1)
-        elif isinstance(value, (list, tuple)):
+        elif isinstance(value, (list, tuple, deque)):
             yield path, f"{kind.__qualname__} of {len(value)}"
             for i, v in enumerate(value):
                 yield from self._walk(v, f"{path}[{i}]", depth + 1)
+        elif kind.__module__ == "numpy" and hasattr(value, "tobytes"):
+            yield path, f"array {value.dtype}{list(value.shape)} {digest(value.tobytes().hex())}"
         elif callable(getattr(value, "to_dict", None)) and hasattr(value, "model_type"):
             known = dict(value.to_dict())
             known["_attn_implementation"] = getattr(value, "_attn_implementation", None)
             known["_experts_implementation"] = getattr(value, "_experts_implementation", None)
             yield from self._walk(known, path, depth + 1)
-        elif (
-            (callable(value) and not hasattr(value, "__dict__"))
-            or hasattr(value, "__code__")
-            or hasattr(value, "__func__")
+        elif of_distributed(value) and isinstance(value, torch.distributed.ProcessGroup):
+            self.classes.setdefault(kind)
+            yield path, f"group of ranks {torch.distributed.get_process_group_ranks(value)}"
+        elif isinstance(value, functools.partial):
+            self.functions.append(value)
+            yield path, "partial"
+            yield from self._walk([value.func, *value.args, dict(value.keywords)], f"{path} of", depth + 1)
+        elif isinstance(value, types.MethodType):
+            self.functions.append(value)
+            yield path, reference_text(value) or ""
+            yield from self._walk(value.__self__, f"{path}.__self__", depth + 1)
+        elif reference_text(value) is not None or hasattr(value, "__code__") or (
+            callable(value) and not hasattr(value, "__dict__")
         ):
             self.functions.append(value)
-            yield (
-                path,
-                f"function {getattr(value, '__module__', '')}.{getattr(value, '__qualname__', kind.__qualname__)}",
-            )
+            yield path, reference_text(value) or f"function {class_name(kind)}"
         else:
             self.classes.setdefault(kind)
-            yield path, f"{kind.__module__}.{kind.__qualname__}"
-            if top_package(kind) in ("torch", "torch_npu", "builtins") and not isinstance(value, torch.nn.Module):
-                return
-            for name, v in sorted(self._attributes(value)):
-                if name not in _VOLATILE:
-                    yield from self._walk(v, f"{path}.{name}", depth + 1)
+            yield path, class_name(kind)
+            if not self._opaque(value):
+                for name, v in sorted(self._attributes(value)):
+                    if name not in VOLATILE:
+                        yield from self._walk(v, f"{path}.{name}", depth + 1)
+
+    @staticmethod
+    def _opaque(value: Any) -> bool:
+        """Whether an object is what its class says: locks, loggers, streams, generators of torch and of Python."""
+        return not isinstance(value, torch.nn.Module) and top_package(type(value)) in _OPAQUE
 
     @staticmethod
     def _attributes(value: Any) -> Iterator[tuple[str, Any]]:

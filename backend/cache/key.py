@@ -7,23 +7,30 @@ options, this package, versions, target and topology. Values of tensors are inpu
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib.metadata
 import importlib.util
+import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from cannopy.backend.artifact import CallForm, Fingerprint
-from cannopy.backend.cache.code import CodeWalk, digest, file_digest, of_distributed, own_classes
+from cannopy.backend.cache.code import CodeWalk, of_distributed, own_classes, top_package
 from cannopy.backend.cache.describe import Describer, tensor_item
+from cannopy.backend.cache.text import constant_text, digest
 from cannopy.backend.options import BuildOptions
 from cannopy.fx_passes import calls
 
 Items = Mapping[str, str]
+_FILES = "package files"
+"""Names in details, not in fields: which file of this package changed. The digest in ``package`` is what counts."""
+_VARIABLES = ("ASCEND_CUSTOM_OPP_PATH", "AUTOFUSE_FLAGS", "BREAK_GRAPH_OP_LIST")
 _PACKAGES = ("frontend", "fx_passes", "fusion_rules", "stream_scheduler", "superkernel", "models", "backend")
 
 
@@ -39,23 +46,25 @@ def fingerprint(
     describer = Describer(modules.values())
     attributes, config = _attributes(describer, modules)
     inputs = dict(describer.items(list(args), "args")) | dict(describer.items(dict(kwargs), "kwargs"))
-    code, own_rank = _code(model, method, describer)
+    walk = _walk(model, method, describer)
+    own_rank = walk.distributed or any(map(of_distributed, describer.classes))
     details: dict[str, Items] = {
         "method": {"name": method, "form": repr(call_form(args, kwargs))},
         "config": config,
         "attributes": attributes,
-        "parameters": _weights(model),
+        "parameters": _weights(model, walk.reads("requires_grad")),
         "inputs": inputs,
         "options": options.key_items(),
         "package": {"package": package_digest()},
-        "versions": versions(),
+        "versions": versions(_packages(describer.classes)),
+        "environment": _environment(),
         "target": _target(options),
         "topology": _topology(own_rank),
         "torch state": _torch_state(),
-        "code": code,
+        "code": walk.items,
     }
     fields = {name: _digest(items) for name, items in details.items()}
-    return Fingerprint(_digest(fields), fields, details)
+    return Fingerprint(_digest(fields), fields, {**details, _FILES: file_digests()})
 
 
 def call_form(args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallForm:
@@ -70,6 +79,8 @@ def differences(old: Fingerprint, new: Fingerprint, limit: int = 3) -> list[str]
         if old.fields.get(name) == new.fields.get(name):
             continue
         a, b = old.details.get(name, {}), new.details.get(name, {})
+        if name == "package" and a and old.details.get(_FILES, {}) != new.details.get(_FILES, {}):
+            a, b = old.details.get(_FILES, {}), new.details.get(_FILES, {})
         items = [k for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)]
         if len(items) > 1:  # the other items say the same line by line
             items = [k for k in items if k != "text"]
@@ -80,24 +91,36 @@ def differences(old: Fingerprint, new: Fingerprint, limit: int = 3) -> list[str]
 
 
 def package_digest() -> str:
-    """Digest of every .py and .yaml file of this package."""
-    h = hashlib.sha256()
-    for name, path in sorted(_package_files()):
-        h.update(f"{name}\0".encode())
-        h.update(hashlib.sha256(path.read_bytes()).digest())
-    return h.hexdigest()[:16]
+    """Digest of every .py and .yaml file of this package: rules, contracts, passes, the engine."""
+    return _digest(file_digests())[:16]
 
 
-def versions() -> dict[str, str]:
-    """Versions of what a stored compilation depends on."""
+def file_digests() -> dict[str, str]:
+    """A short digest of each .py and .yaml file of this package, by ``package/path``."""
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in sorted(_package_files())}
+
+
+def versions(packages: Collection[str] | None = None) -> dict[str, str]:
+    """Versions of what a stored compilation depends on; of `packages` (all, if None) those that graphs are made of."""
     found = {"python": platform.python_version(), "torch": torch.__version__, "machine": platform.machine()}
     for name in ("torch_npu", "transformers"):
-        if name in sys.modules:
+        if name in sys.modules and (packages is None or name != "transformers" or name in packages):
             found[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found["torchair"] = importlib.metadata.version("torchair")  # apart from the one inside torch_npu
     if "torch_npu" in sys.modules:
         utils = importlib.import_module("torch_npu.npu.utils")
         found["cann"] = str(utils.get_cann_version())
     return found
+
+
+def _packages(classes: Iterable[type]) -> set[str]:
+    return {top_package(c) for c in own_classes(classes)}
+
+
+def _environment() -> dict[str, str]:
+    """Variables that torchair and GE read while they lower a graph; folders count by name only."""
+    return {name: constant_text(os.environ[name]) or "" for name in _VARIABLES if os.environ.get(name)}
 
 
 def _short(text: str | None) -> str:
@@ -125,30 +148,36 @@ def _attributes(describer: Describer, modules: Mapping[str, torch.nn.Module]) ->
     return attributes, config
 
 
-def _weights(model: torch.nn.Module) -> dict[str, str]:
+def _weights(model: torch.nn.Module, read_grad: bool) -> dict[str, str]:
+    """Layouts and ties; ``read_grad``: the code looks at ``requires_grad``."""
     first: dict[int, str] = {}
-    found = {}
+    found: dict[str, str] = {}
     for kind, named in (
         ("parameter", model.named_parameters(remove_duplicate=False)),
         ("buffer", model.named_buffers(remove_duplicate=False)),
     ):
         for name, t in named:
             tie = first.setdefault(id(t), name)
-            found[name] = f"{kind} {tensor_item(t)}" + (f" tied to {tie}" if tie != name else "")
+            trained = " requires grad" if t.requires_grad and read_grad else ""
+            found[name] = f"{kind} {tensor_item(t)}{trained}" + (f" tied to {tie}" if tie != name else "")
     return found
 
 
-def _code(model: torch.nn.Module, method: str, describer: Describer) -> tuple[dict[str, str], bool]:
-    """The code that can run, and whether what it computes may depend on the rank or hold collectives."""
-    walk = CodeWalk(describer.classes)
+def _walk(model: torch.nn.Module, method: str, describer: Describer) -> CodeWalk:
+    """The code that can run."""
+    walk = CodeWalk(describer.classes, object_text)
     walk.add(getattr(model, method))
     walk.add_name(method)
     walk.add_name("forward")
     for f in describer.functions:
         walk.add(f)
-    classes = own_classes(type(m) for m in model.modules())
-    files = {f"file of {c.__module__}": file_digest(c) for c in classes if c.__module__ != "__main__"}
-    return walk.items | files, walk.distributed or any(map(of_distributed, describer.classes))
+    walk.add_modules(own_classes(type(m) for m in model.modules()))
+    return walk
+
+
+def object_text(value: Any) -> str:
+    """An object that code holds, as a digest of all that is reachable from it."""
+    return digest("\n".join(f"{path}={text}" for path, text in Describer().items(value, "")))
 
 
 def _package_files() -> Iterator[tuple[str, Path]]:
@@ -178,11 +207,15 @@ def _topology(own_rank: bool) -> dict[str, str]:
 
 def _torch_state() -> dict[str, str]:
     """Process-wide switches of torch that change what is captured or lowered."""
+    sdp = torch.backends.cuda  # these switches are for every device
+    devices = ("cpu", "npu") if hasattr(torch, "npu") else ("cpu",)
     state = {
         "default dtype": str(torch.get_default_dtype()),
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
         "matmul precision": torch.get_float32_matmul_precision(),
-        "autocast": str([d for d in ("cpu", "npu") if torch.is_autocast_enabled(d)]),
+        "default device": str(torch.get_default_device()),
+        "autocast": str([(d, torch.get_autocast_dtype(d)) for d in devices if torch.is_autocast_enabled(d)]),
+        "attention kernels": str([n for n in ("flash", "mem_efficient", "math") if getattr(sdp, f"{n}_sdp_enabled")()]),
     }
     npu = getattr(torch, "npu", None)
     if npu is not None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import cannopy.backend.cache.store  # noqa: F401
-from cannopy.backend.cache.code import code_text
+from cannopy.backend.cache.text import code_text
 from cannopy.backend.options import BuildOptions
 from tests.backend.programs import Cache, eager, example, tiny
 

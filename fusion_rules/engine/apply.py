@@ -26,7 +26,7 @@ LEVELS = 8
 """Operations that read one another, above the core of a formula, among which the formula may end."""
 LOOK_THROUGH = (aten._to_copy.default, aten.reshape.default, aten.expand.default, operator.getitem)
 RECOGNISED = ("cannopy", "npu")
-"""Namespaces of operations that only a rule makes: an attempt that starts at one is always worth a search."""
+"""Namespaces of operations that only a rule makes: where a long formula ends in one, a search is always worth it."""
 
 
 def apply(rules: Iterable[Rule], context: Context, log: Log) -> int:
@@ -77,7 +77,7 @@ def _at(rule: Rule, node: fx.Node, context: Context, log: Log) -> int:
 
 def _stopped(rule: Rule, node: fx.Node, stop: Stop, log: Log) -> None:
     recognised = isinstance(node.target, OpOverload) and node.target.namespace in RECOGNISED
-    if stop.matched < min(rule.near, THOROUGH) and not recognised:
+    if stop.matched < min(rule.near, THOROUGH) and not (recognised and rule.near > THOROUGH):
         return
     stop = nearest(rule.pattern, node, stop)
     log.miss(Miss.stopped(rule.name, node, stop, _near(rule, node, stop)))

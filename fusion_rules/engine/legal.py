@@ -42,8 +42,8 @@ def illegal(
     others = [p for p in PRODUCTS if p != ctx.target and not check_call(op, args, kwargs, product=p)]
     source = (given or {}).get(first.argument)
     return Refusal(
-        "; ".join(str(v) for v in broken), source if isinstance(source, fx.Node) else node, "contract", f"{first.argument} {first.expected}", first.found,
-        _remedy(first, ctx.target, others), f"{op}.{first.clause}",
+        "; ".join(str(v) for v in broken), source if isinstance(source, fx.Node) else node, "contract",
+        f"{first.argument} {first.expected}", first.found, _remedy(first, ctx.target, others), f"{op}.{first.clause}",
     )
 
 

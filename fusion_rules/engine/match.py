@@ -202,6 +202,7 @@ class _Tolerant(Matcher):
     """A matcher that may pass over one place that differs; every result says which."""
 
     STEPS = 3_000
+    BETWEEN = 3
 
     def __init__(self, pattern: Pattern) -> None:
         super().__init__(pattern)
@@ -246,10 +247,17 @@ class _Tolerant(Matcher):
         yield replace(state, hole=stop, gap=gap) if state.hole is None else state
 
     def _inserted(self, p: Op, value: fx.Node, state: State) -> Iterator[State]:
-        """``p`` behind one operation too many."""
-        for operand in value.all_input_nodes if value.op == "call_function" else ():
-            hole = state.hole or self._stop("operation", (p,), state, value, value, f"{describe(value)} in between")
-            yield from super()._match(p, operand, replace(state, hole=hole, gap=(id(p), id(value))), value)
+        """``p`` behind operations too many: one of any kind, then some of one operand."""
+        gap, between, level = (id(p), id(value)), [value], [value]
+        while level and len(between) <= self.BETWEEN:
+            level = [operand for node in level if node.op == "call_function" for operand in node.all_input_nodes]
+            again = is_one_of(value.target, p.targets)
+            text = f"{describe(value)} a second time" if again else f"{', '.join(map(describe, between))} in between"
+            hole = state.hole or self._stop("operation", (p,), state, value, value, text)
+            for operand in level:
+                yield from super()._match(p, operand, replace(state, hole=hole, gap=gap), value)
+            level = level if len(level) == 1 and not is_one_of(level[0].target, p.targets) and not again else []
+            between += level
 
     def _left_out(self, p: Op, value: fx.Node, state: State, user: fx.Node, stop: Stop) -> Iterator[State]:
         """What ``p`` reads, without ``p``."""

@@ -14,6 +14,10 @@ from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Literal, Number
 from cannopy.fx_passes.graph import where
 
 CASTS = ("aten._to_copy", "aten.to")
+MADE = ("cannopy::", "npu::")
+"""What only rules make: where it is wanted and not there, what there is instead is written out."""
+DEPTH = 4
+"""Levels of a formula that are written out."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,8 @@ class Stop:
     @property
     def found(self) -> str:
         """What the graph has there."""
+        if not self.text and any(isinstance(w, Op) and str(w.target).startswith(MADE) for w in self.wanted):
+            return f"{describe(self.value)} = {formula(self.value)}"
         return self.text or describe(self.value)
 
     @property
@@ -140,6 +146,21 @@ def describe(value: Anything) -> str:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     return repr(value)
+
+
+def formula(value: Anything, depth: int = DEPTH, line: Anything = None) -> str:
+    """A value's operations, nested, each with its line where that is another than the reader's; ``_`` for the rest."""
+    if not isinstance(value, fx.Node):
+        return repr(value)
+    if value.op != "call_function" or depth == 0:
+        return "_"
+    source = value.meta.get("source")
+    operands = ", ".join(formula(a, depth - 1, source) for a in value.args if isinstance(a, fx.Node | float))
+    name = short(value.target)
+    place = f" at {source}" if source and line is not None and source != line else ""
+    if name.partition(".")[0] in ("cannopy", "npu"):
+        return f"{name}(_){place}"
+    return f"{name.removeprefix('aten.')}({operands}){place}"
 
 
 def _remedy(stop: Stop) -> str:

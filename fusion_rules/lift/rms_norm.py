@@ -13,8 +13,8 @@ from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Literal, Number, Through, op
 from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
 from cannopy.fusion_rules.engine.spellings import CAST, before_widening
-from cannopy.fusion_rules.engine.stop import describe
-from cannopy.fx_passes.graph import aten, dtype, shape
+from cannopy.fusion_rules.engine.stop import describe, short
+from cannopy.fx_passes.graph import aten, dtype, shape, where
 
 
 def _float32(value: object) -> str | None:
@@ -65,12 +65,14 @@ def check(match: Match, ctx: Context) -> Refusal | None:
         if refusal is not None:
             return refusal
     if {dtype(rounded), dtype(match.anchor)} != {dtype(x)}:
-        return _mixed(match, f"input {dtype(x)}, normalised {dtype(rounded)}, result {dtype(match.anchor)}", x)
+        return _mixed(match, f"normalised {dtype(rounded)}, result {dtype(match.anchor)}", x)
     return None
 
 
-def _mixed(match: Match, found: str, x: fx.Node) -> Refusal:
+def _mixed(match: Match, others: str, x: fx.Node) -> Refusal:
     kind = describe(dtype(x))
+    made = f" ({short(x.target)}, {where(x)})" if x.op == "call_function" else ""
+    found = f"input {dtype(x)}{made}, {others}"
     return Refusal(f"the norm mixes dtypes: {found}", match.anchor, "dtype", f"{kind} throughout, float32 inside",
                    found, f"cast the normalised value and gamma to {kind}, the dtype of the input")
 
@@ -89,8 +91,7 @@ def _gamma_refusal(match: Match, x: fx.Node, rounded: fx.Node) -> Refusal | None
                        f"give gamma one entry for each of the {shape(x)[-1]} of the last dim")
     wide = dtype(gamma) == torch.float32 and rounded is match.anchor
     if dtype(gamma) != dtype(x) and not wide:
-        return _mixed(match, f"input {dtype(x)}, normalised {dtype(rounded)}, gamma {dtype(gamma)}, result "
-                      f"{dtype(match.anchor)}", x)
+        return _mixed(match, f"normalised {dtype(rounded)}, gamma {dtype(gamma)}, result {dtype(match.anchor)}", x)
     return None
 
 

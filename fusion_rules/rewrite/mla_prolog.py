@@ -112,11 +112,9 @@ def _layout(match: Match) -> Refusal | None:
                            f"split off the {name} part as DeepSeek does: without position first, rotated part last")
     batch, queries = s["B"], s["S"]
     for name, size in (
-        ("latent_new", (batch, 1, s["L"], rank)),
-        ("latent_value", (batch, 1, queries, rank)),
-        ("rope_value", (batch, 1, queries, s["rope"])),
+        ("latent_new", (batch, 1, s["L"], rank)),  # what is written has the same rows, one per token and request
+        ("rope_new", (batch, 1, s["L"], s["rope"])),
         ("k_pe", (batch, 1, queries, s["rope"])),
-        ("index", (queries,)),
     ):
         if shape(match[name]) != size:
             return wrong_shape(name, match[name], str(list(size)))

@@ -9,7 +9,7 @@ from torch import fx
 
 from cannopy.fx_passes.graph import aten, dtype, is_call, shape
 from cannopy.fx_passes.program import Program
-from tests.mutation.operators import ALL, Edit, NotHereError, Operator, calls, floating
+from tests.mutation.operators import ALL, Edit, NotHereError, Operator, calls, floating, through
 
 BINARY = (aten.add.Tensor, aten.mul.Tensor, aten.sub.Tensor, aten.div.Tensor)
 
@@ -267,7 +267,9 @@ def _reads_other(e: Edit, n: fx.Node) -> None:
             and not is_call(m, aten.empty_like.default) and shape(m) == shape(old) and dtype(m) == dtype(old)]
     if not like:
         raise NotHereError
-    e.swap_input(n, old, e.rng.choice(like))
+    new = e.rng.choice(like)
+    e.swap_input(n, old, new)
+    e.read |= {new.name, through(new, aten.reshape.default, aten.permute.default, aten.expand.default).name}
 
 
 KEEP = {"legal": True, "same": True}

@@ -40,6 +40,8 @@ class Edit:
     nodes: Mapping[str, Any]
     values: dict[str, Tensor]
     editor: Editor = field(init=False)
+    read: set[str] = field(default_factory=set)
+    """Nodes of the unchanged program that are read where another one was: a reason at one of them names the change."""
 
     def __post_init__(self) -> None:
         self.editor = Editor(self.program.gm)

@@ -143,7 +143,7 @@ def _judge(outcome: Outcome, c: Case, operator: Operator, edit: Edit) -> None:
     for name in outcome.lost:
         misses = [m for m in done.log.misses if m.rule in (name, *BEHIND.get(name, ()))]
         outcome.reasons += [f"{m.rule}: {m.reason} [{m.node}, {m.source}]" for m in misses]
-        if not any(_names(m, operator) for m in misses):
+        if not any(_names(m, operator) or m.node in edit.read for m in misses):
             outcome.silent.append(name)
 
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.rules.table import NEVER_SEEN
-
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 FOLDERS = ("engine", "lift", "rewrite", "lower")
@@ -25,7 +23,7 @@ DEPTH = 3
 class Place:
     """A call of `Refusal`, or of a function that always returns one, in ``file`` from line ``first`` to ``last``.
 
-    ``text`` is the source of its first argument, by which `NEVER_SEEN` names the place; ``parts`` are literals of it.
+    ``text`` is the source of its first argument; ``parts`` are literals of it.
     """
 
     file: str
@@ -107,7 +105,7 @@ class Reached:
             output["refusals"] = sorted(self.lines) if self.whole else None
         elif self.whole and not session.testsfailed and not session.config.option.collectonly:
             seen = [p for p in places() if any((p.file, n) in self.lines for n in range(p.first, p.last + 1))]
-            self.missing = [p for p in places() if p not in seen and (p.file, p.text) not in NEVER_SEEN]
+            self.missing = [p for p in places() if p not in seen]
             if self.missing and session.exitstatus == 0:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

@@ -1,4 +1,4 @@
-"""The four kinds of test that every rule has, as ``file::function``, and the refusals that no test provokes."""
+"""The four kinds of test that every rule has, as ``file::function``."""
 
 from __future__ import annotations
 
@@ -49,18 +49,3 @@ TABLE = {
     "rotary_mul": _of(SINGLE, "test_rotary", COUNTS, "test_rotary_refuses"),
     "interleave_rope": _of(SINGLE, "test_rotary", COUNTS, "test_rotary_refuses"),
 }
-
-NEVER_SEEN: frozenset[tuple[str, str]] = frozenset({
-    ("expert_calls.py", "f'the weights must be one per pair of token and expert, found {found}'"),
-    ("mla_prolog.py", "f'the {name} part is (dim, start, end) = {found}, expected {wanted}'"),
-    ("mla_prolog.py", "f'{prefix} cache: {reason}'"),
-    ("mla_prolog.py", 'name'),
-    ("moe_experts.py", 'scale'),
-    ("moe_experts_batched.py", "match['scale']"),
-    ("moe_experts_batched.py", 'pairs'),
-    ("moe_gating_top_k.py", "f'groups must be [tokens, groups, experts per group], found {list(shape(grouped))}'"),
-    ("rms_norm.py", 'match'),
-    ("sparse_flash_attention.py", '"values are not the rest of kv_b\'s output behind the keys"'),
-    ("sparse_flash_attention.py", 'name'),
-})
-"""(file, source of the reason) of refusals that no test provokes yet. A new refusal needs a test, not an entry."""

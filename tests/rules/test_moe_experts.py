@@ -152,8 +152,12 @@ def test_order_of_gate_and_up() -> None:
     assert torch.equal(after.run()[0], torch.zeros_like(x))
 
 
-def batched(tokens: int = T, more: int = 0, in_turn: bool = False, rank: int = 3) -> Traced:
-    """Weights gathered per pair; ``in_turn`` repeats all tokens, not each; ``more`` experts of down stay idle."""
+def batched(tokens: int = T, more: int = 0, in_turn: bool = False, rank: int = 3, ids_rank: int = 1,
+            features: int = 1) -> Traced:
+    """Weights gathered per pair; ``in_turn`` repeats all tokens, not each; ``more`` experts of down stay idle.
+
+    ``ids_rank`` 2 looks up ids [T, K]; a pair has ``features`` weights.
+    """
     x, ids, scales, w1, w2 = operands()
     x, ids, scales, w2 = x[:tokens], ids[:tokens], scales[:tokens], torch.cat((w2, w2[:more]))
     ones = (1,) * (rank - 3)
@@ -161,10 +165,11 @@ def batched(tokens: int = T, more: int = 0, in_turn: bool = False, rank: int = 3
 
     def forward(x: Tensor, i: Tensor, s: Tensor, a: Tensor, b: Tensor) -> Tensor:
         copies = x.unsqueeze(0 if in_turn else 1).expand(K if in_turn else tokens, tokens if in_turn else K, H)
-        flat = i.reshape(-1)
-        up = torch.matmul(a[flat], copies.reshape(tokens * K, *ones, H, 1)).reshape(tokens * K, 2 * MID)
-        out = torch.matmul(b[flat], silu_first(up).reshape(tokens * K, *ones, MID, 1)).reshape(tokens * K, H)
-        return (out * s.reshape(-1, 1)).view(tokens, K, H).sum(1).to(x.dtype)
+        flat, pairs = (i.reshape(-1), (tokens * K,)) if ids_rank == 1 else (i, (tokens, K))
+        up = torch.matmul(a[flat], copies.reshape(*pairs, *ones, H, 1)).reshape(tokens * K, 2 * MID)
+        out = torch.matmul(b[flat], silu_first(up).reshape(*pairs, *ones, MID, 1)).reshape(tokens * K, H)
+        scale = s.unsqueeze(-1).expand(tokens, K, features).reshape(-1, features)
+        return (out * scale).view(tokens, K, H).sum(1).to(x.dtype)
 
     return trace(forward, x, ids, scales, w1, w2, parameters=[3, 4])
 
@@ -198,6 +203,11 @@ REFUSES: dict[str, tuple[Callable[[], Traced], str]] = {
     "copies of all tokens in turn": (lambda: batched(tokens=K, in_turn=True),
                                      "repeated once per chosen expert, side by side"),
     "weights of rank four": (lambda: batched(rank=4), "expected weights [E, N, K] times one column per pair"),
+    "ids of two dims": (lambda: batched(ids_rank=2), f"{T * K} pairs of token and expert are not"),
+    "one weight per feature": (lambda: batched(features=H), "the weights must be one per pair of token and expert"),
+    "weights of other pairs too": (lambda: trace(
+        lambda x, i, s, a, b: Experts()(x, i, torch.cat((s, s)), a, b), *operands(), parameters=[3, 4]),
+        "the weights must be one per pair of token and expert"),
     "fp32 result": (lambda: traced(Experts(cast=False)), "the result stays torch.float32"),
     "weights are arguments": (lambda: traced(parameters=()), "must be parameters"),
     "weights are computed": (lambda: trace(

@@ -35,6 +35,7 @@ class Router:
     group_largest: bool = True
     sum_dim: int = -1
     experts: int = 16
+    ranked: int = 0
 
     def __call__(self, logits: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
         scores = self.scores(logits)
@@ -63,7 +64,8 @@ class Router:
 
     def masked(self, choice: Tensor) -> Tensor:
         """``choice`` with ``fill`` outside the best groups."""
-        grouped = choice.view(-1, self.groups, self.experts // self.groups)
+        ranked = self.ranked or self.groups
+        grouped = choice.view(-1, ranked, self.experts // ranked)
         rank = {
             "two": lambda g: g.topk(2, dim=-1)[0].sum(dim=-1),
             "three": lambda g: g.topk(3, dim=-1)[0].sum(dim=-1),
@@ -75,7 +77,7 @@ class Router:
         if self.mask == "reference":
             drop = rank.new_ones(rank.shape, dtype=torch.bool).scatter(1, ids, False)
             return grouped.masked_fill(drop.unsqueeze(-1), self.fill).flatten(1)
-        keep = torch.zeros_like(rank).scatter(1, ids, 1)
+        keep = rank.new_zeros((rank.shape[0], self.groups)).scatter(1, ids, 1)
         keep = keep.unsqueeze(-1).expand(-1, self.groups, self.experts // self.groups).reshape(-1, self.experts)
         return choice.masked_fill(~keep.bool(), self.fill)
 
@@ -173,6 +175,7 @@ REFUSES: dict[str, tuple[Router, str]] = {
     "number as bias": (Router(bias="number"), "the bias must be a tensor of shape [16]"),
     "tanh": (Router(activation="tanh"), "found aten.tanh"),
     "softmax over tokens": (replace(SOFTMAX, activation="softmax_tokens"), "the softmax is not over the experts"),
+    "ranked in other groups": (Router(ranked=2, k_group=1), "groups must be [tokens, groups, experts per group]"),
     "groups of two": (Router(groups=8, k_group=4), "[clause group-size"),
     "too many groups": (Router(experts=512, groups=128, k_group=4), "[clause aligned-groups"),
 }

@@ -93,7 +93,7 @@ STAGES: Mapping[str, StageKind] = {
 }
 """Every stage by name, in the order of the default pipeline."""
 
-DEFAULT = ",".join(name for name in STAGES if name != "schedule")
+DEFAULT = ",".join(STAGES)
 RESULT = frozenset({LEGAL})
 """What must hold at the end of every pipeline: only then does torchair take the graph."""
 

@@ -21,7 +21,8 @@ from cannopy.stream_scheduler.plan import Decision, Pins, Plan, PlanError, Switc
 from cannopy.stream_scheduler.scheduler import ScheduleOptions, schedule
 from cannopy.stream_scheduler.simulator import Machine, Schedule, simulate
 from cannopy.stream_scheduler.timeline.details import details
-from cannopy.stream_scheduler.timeline.run import Details
+from cannopy.stream_scheduler.timeline.payload import payload
+from cannopy.stream_scheduler.timeline.run import Details, Run
 from cannopy.superkernel import SuperKernels, why_not
 
 logger = logging.getLogger("cannopy.planning")
@@ -43,13 +44,30 @@ class PlanFileError(CannopyError):
 @dataclass(frozen=True)
 class Planned:
     """A plan with what it was made from. ``schedule``: the kernels on one stream in graph order. ``unmapped``
-    {operation: calls} were priced by their bytes. ``details`` of each kernel are for pictures."""
+    {operation: calls} were priced by their bytes. ``details`` of each kernel are for pictures. ``name`` of the plan:
+    automatic, or its file."""
 
     plan: Plan
     schedule: Schedule
     machine: Machine
     unmapped: Mapping[str, int]
     details: Details = field(repr=False, default_factory=dict)
+    name: str = "automatic"
+
+    def runs(self) -> list[Run]:
+        """The kernels on one stream and, where the plan changes anything, as planned; simulated."""
+        serial = self.schedule.serial()
+        found = [Run("serial", serial, simulate(serial, self.machine), self.details)]
+        if not self.plan.changes_nothing:
+            planned = to_schedule(self.plan, self.schedule)
+            found.append(Run(self.name, planned, simulate(planned, self.machine), self.details))
+        return found
+
+    def picture(self) -> dict[str, Any] | None:
+        """What a timeline page is drawn from, JSON-ready; None for a graph without a kernel."""
+        if not self.schedule.tasks:
+            return None
+        return payload(self.runs(), self.machine, self.plan.lower_bound_us, self.plan.decisions)
 
     def report(self) -> dict[str, Any]:
         """The ``schedule`` part of a compile report, times in microseconds."""
@@ -108,7 +126,8 @@ def make(program: Program, stage: Stage, target: str, plan_file: Path | None = N
         logger.warning("the plan of the scheduler is rejected and not used: %s", "; ".join(map(str, wrong[:3])))
         plan = _serial(found.schedule, hardware, str(wrong[0]))
     plan = _timed(plan, found.schedule, machine)
-    return Planned(plan, found.schedule, machine, found.unmapped, details(program.gm.graph))
+    return Planned(plan, found.schedule, machine, found.unmapped, details(program.gm.graph),
+                   plan_file.name if plan_file else "automatic")
 
 
 def options_of(stage: Stage, target: str, pins: Pins | None, groups: Mapping[str, str]) -> ScheduleOptions:

@@ -43,15 +43,30 @@ def headline(report: CompileReport) -> str:
     if report.regions.get("captured", 0) < report.regions.get("layers", 0):
         known = report.regions
         text += f"\n{known['captured']} of {known['layers']} layers captured, the others are copies of them"
-    predicted, bound = report.schedule.get("predicted_us"), report.schedule.get("lower_bound_us")
-    if predicted and bound:
-        text += f"\npredicted: {predicted / 1000:.3g} ms a call with full caches, "
-        text += f"{bound / 1000:.3g} ms is the lower bound"
+    line = plan_line(report.schedule)
+    if line:
+        text += f"\n{line}"
     cache = report.cache
     if cache:
         reason = f" ({_shortened(cache['reason'])})" if cache.get("reason") else ""
         text += f"\ncompile cache: {cache.get('status', '?')}{reason}"
     return text
+
+
+def plan_line(schedule: Mapping[str, Any]) -> str:
+    """What a plan takes, what that wins, and what it is made of; "" without a prediction."""
+    predicted, bound, serial = (schedule.get(f"{name}_us") for name in ("predicted", "lower_bound", "serial"))
+    if not predicted or not bound:
+        return ""
+    text = f"predicted: {predicted / 1000:.3g} ms a call with full caches, {bound / 1000:.3g} ms is the lower bound"
+    if schedule.get("streams") is None or not serial:
+        return text
+    parts = [f"{schedule['streams']} streams" if schedule["streams"] > 1 else "",
+             f"core limits {', '.join(schedule['core_limits'])}" if schedule["core_limits"] else "",
+             f"{schedule['prefetches']} prefetches" if schedule["prefetches"] else "",
+             f"{schedule['super_kernels']} SuperKernels" if schedule["super_kernels"] else ""]
+    made = ", ".join(part for part in parts if part) or "one stream, nothing else gains"
+    return f"{text}, {serial / 1000:.3g} ms on one stream\nplan: {made}"
 
 
 def layer_kinds(hits: Iterable[Mapping[str, Any]]) -> list[tuple[str, dict[str, int]]]:

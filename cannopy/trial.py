@@ -33,7 +33,7 @@ class Trial:
     (``prefill``, ``decode_median``), of the same calls in eager mode (``eager_…``), and of the compilations.
     ``tokens`` are the greedy tokens of the compiled run per sequence (in serving form behind every token of a step,
     rejected drafts included), ``same_tokens`` how many of them plain bf16 on
-    the same picks chooses as well.
+    the same picks chooses as well. ``timelines`` {phase: what the page of its plan is drawn from}.
     """
 
     model: str
@@ -44,11 +44,18 @@ class Trial:
     seconds: dict[str, float] = field(default_factory=dict)
     tokens: list[list[int]] = field(default_factory=list)
     same_tokens: int | None = None
+    timelines: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
         """Whether parity was measured and every limit held."""
         return self.parity is not None and self.parity.passed
+
+    def note(self, phase: str, compiled: cannopy.Compiled) -> None:
+        """Keep the report of a phase and the picture of its plan."""
+        self.reports[phase] = compiled.report
+        if compiled.timeline is not None:
+            self.timelines[phase] = compiled.timeline
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that JSON takes."""
@@ -140,7 +147,7 @@ def _compile(
     with progress(f"compiling {phase}"):
         compiled = cannopy.compile(loaded.model, loaded.method_of(phase), args, kwargs, replace(options, phase=phase))
     trial.seconds[f"compile_{phase}"] = time.perf_counter() - start
-    trial.reports[phase] = compiled.report
+    trial.note(phase, compiled)
     return compiled
 
 
@@ -187,7 +194,7 @@ def _run_call(loaded: LoadedModel, options: Options, phase: Phase, progress: Pro
     with progress(f"compiling {method}"):
         compiled = cannopy.compile(loaded.model, method, args, kwargs, replace(options, phase=phase))
     trial.seconds["compile"] = time.perf_counter() - start
-    trial.reports[phase] = compiled.report
+    trial.note(phase, compiled)
     with progress("running it, in eager mode and in float64 with the same picks"):
         trial.parity, trial.seconds["call"], trial.seconds["eager_call"] = call_parity.check(
             loaded.model, method, compiled, args, kwargs, phase

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import cannopy
-from cannopy.cli import cache, compile, doctor, dump, estimate, explain, host, rules, run
+from cannopy.cli import cache, compile, doctor, dump, estimate, explain, host, rules, run, timeline
 from cannopy.cli.common import json_only
 from cannopy.environment import NotReadyError
 from cannopy.errors import unknown
@@ -23,6 +23,7 @@ VERBS = {
     "dump": dump,
     "rules": rules,
     "estimate": estimate,
+    "timeline": timeline,
     "cache": cache,
     "doctor": doctor,
     "host": host,

@@ -11,19 +11,23 @@ from string import Template
 from typing import Any
 
 from cannopy.page import charts
-from cannopy.parity.measure import MEDIAN_LIMIT, P90_LIMIT, ParityReport
+from cannopy.parity.measure import LARGEST_LIMIT, MEDIAN_LIMIT, P90_LIMIT, ParityReport
 from cannopy.report import CompileReport
 from cannopy.report_view import fusion_rows, grouped_misses, headline, kernel_rows
+from cannopy.timelines import write_page
 from cannopy.trial import Trial
 
 
 def write_report(trial: Trial, folder: Path) -> list[Path]:
-    """Write ``report.json`` and ``index.html`` into ``folder``, which is made if absent; returns their paths."""
+    """Write ``report.json``, ``index.html`` and a ``timeline-PHASE.html`` for each phase that was planned into
+    ``folder``, which is made if absent; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     data, page = folder / "report.json", folder / "index.html"
     data.write_text(json.dumps(trial.to_dict(), indent=2) + "\n", encoding="utf-8")
     page.write_text(render(trial), encoding="utf-8")
-    return [data, page]
+    about = [("target", str(trial.settings.get("target", "?"))), ("batch", str(trial.settings.get("batch", "?")))]
+    return [data, page, *(write_page(picture, folder / f"timeline-{phase}.html", f"{trial.model}: {phase}", about)
+                          for phase, picture in trial.timelines.items())]
 
 
 def render(trial: Trial) -> str:
@@ -32,7 +36,7 @@ def render(trial: Trial) -> str:
     style = resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8")
     sections = [_summary(trial)]
     for phase, report in trial.reports.items():
-        sections.append(_phase(phase, report))
+        sections.append(_phase(phase, report, phase in trial.timelines))
     if trial.parity is not None:
         sections.append(_parity(trial.parity))
     sections.append(_timings(trial))
@@ -66,7 +70,7 @@ def _summary(trial: Trial) -> str:
 </header>"""
 
 
-def _phase(phase: str, report: CompileReport) -> str:
+def _phase(phase: str, report: CompileReport, drawn: bool) -> str:
     kinds, rows = fusion_rows(report)
     fusions = _table(("rule", *kinds, "total"), rows, numbers=True)
     misses = grouped_misses(report.misses)
@@ -77,6 +81,7 @@ def _phase(phase: str, report: CompileReport) -> str:
 <section>
   <h2>{html.escape(phase)}</h2>
   <p>{html.escape(headline(report)).replace(chr(10), "<br>")}</p>
+  {f'<p><a href="timeline-{html.escape(phase)}.html">timeline of the plan</a></p>' if drawn else ""}
   <h3>Fusions by layer</h3>
   {fusions}
   <h3>Came near and did not fuse</h3>
@@ -105,7 +110,8 @@ def _parity(parity: ParityReport) -> str:
 <section>
   <h2>Parity</h2>
   <p>Relative error per token against float64, with the picks of the compiled run replayed in the other two runs.
-  Limits: {MEDIAN_LIMIT} times plain bf16 in the median, {P90_LIMIT} times at the 90th percentile.</p>
+  Limits: {MEDIAN_LIMIT} times plain bf16 in the median, {P90_LIMIT} times at the 90th percentile,
+  {LARGEST_LIMIT:g} times the largest.</p>
   {charts.errors(parity.errors)}
   {_table(head, rows, numbers=True)}
   {picks}

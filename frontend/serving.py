@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..models.parts import experts_one_by_one
 from ..models.requests import Requests
 from ..models.serving import ServingModel, like
 from .errors import ModelSourceError
@@ -103,6 +104,6 @@ class ServingCase:
             return self.inputs(phase)
         requests = self.new_requests()
         args, _ = self.prefill(requests)
-        with torch.no_grad():
+        with torch.no_grad(), experts_one_by_one(self.model):
             self.model.prefill(*args)
         return self.decode(self.ids("decode"), requests)

@@ -26,15 +26,22 @@ in the model's dtype and in float64. Prints what fused in which layers, what cam
 device kernels, parity, and times. Without an NPU the compiled graph runs on the host engine: what torchair would
 submit, op by op on the CPU. Its results are checked; its times say nothing about a device.
 
-Parity: per token, the compiled result is at most 1.25 times as far from float64 as plain bf16 in the median, and 1.5
-times at the 90th percentile. Experts and indexer keys picked by the compiled run are replayed in the other two;
-every pick must be a tie or better on the float64 scores. Exit code 1 when one of these fails.
+Parity: per token, the compiled result is at most 1.25 times as far from float64 as plain bf16 in the median, 1.5 times
+at the 90th percentile, and 4 times in the largest. Experts and indexer keys picked by the compiled run are replayed in
+the other two; every pick must be a tie or better on the float64 scores.
+
+--form serving takes the zoo's own model with packed tokens and a paged cache: prompts of different lengths in one call,
+then decode steps of 1 + next_n tokens per request, of which every request keeps another number. The rows that a step
+writes into the cache are measured like results; every other row must keep its bits.
+
+Exit code 1 when one of these fails.
 """
 
 _EXAMPLES = """\
   cannopy run deepseek-v3.2                          tiny preset, both phases, 96 tokens and 8 steps
   cannopy run deepseek-v3.2 --batch 8 --prompt-tokens 200 --steps 2
   cannopy run deepseek-v3.2 --phase decode --target atlas-950
+  cannopy run deepseek-r1 --form serving --batch 3 --next-n 1 --block-size 128
   cannopy run ./my-checkpoint --out report           also writes report/report.json and report/index.html
   cannopy run my_model.py:make --phase decode        a factory: def make(): return module, "forward", (x,)
   cannopy run deepseek-v3.2 --json | jq .parity.failures

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cannopy.parity.measure import MEDIAN_LIMIT, P90_LIMIT, Errors, ParityReport
+from cannopy.parity.measure import LARGEST_LIMIT, MEDIAN_LIMIT, P90_LIMIT, Errors, ParityReport
 from cannopy.report_view import counts_table, fusions_table, headline, kernels_table, misses_table, seconds_table
 from cannopy.trial import Trial
 
@@ -38,8 +38,9 @@ def _show_parity(screen: Console, parity: ParityReport) -> None:
         ours, plain = part.compiled, part.plain
         table.add_row(part.phase, str(ours.tokens), "compiled", *_errors(ours))
         table.add_row("", "", "plain bf16", *_errors(plain))
-        ratios = _ratio(ours.median, plain.median, MEDIAN_LIMIT), _ratio(ours.p90, plain.p90, P90_LIMIT)
-        table.add_row("", "", "ratio", *ratios, "")
+        pairs = ((ours.median, plain.median, MEDIAN_LIMIT), (ours.p90, plain.p90, P90_LIMIT),
+                 (ours.largest, plain.largest, LARGEST_LIMIT))
+        table.add_row("", "", "ratio", *(_ratio(*pair) for pair in pairs))
     screen.print(table)
     if parity.picks:
         table = _numbers("phase", "picks of", "made", "unlike plain bf16", "worst tie (1 = limit)", "invalid")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cannopy.frontend.generation import Phase
 from cannopy.frontend.serving import ServingCase
+from cannopy.models.parts import experts_one_by_one
 from cannopy.models.requests import Requests
 from cannopy.models.serving import PagedCache, ServingModel
 from cannopy.parity.measure import ErrorParity, ParityReport, WriteParity, compare_picks, errors_of
@@ -23,8 +24,6 @@ from cannopy.parity.picks import Choice, Pick, Recorder, Replay
 from cannopy.parity.reference import in_float64
 
 Forward = Callable[..., Any]
-SENTINEL = 4.0
-"""Standard deviation of what is in the cache at first: far from what a model writes there."""
 
 
 @dataclass
@@ -54,10 +53,10 @@ class Step:
 
 
 def fill(cache: PagedCache, seed: int = 0) -> None:
-    """Random numbers everywhere in ``cache``, the same for every dtype."""
+    """Random numbers everywhere in ``cache``, of the size of what a model writes and the same for every dtype."""
     generator = torch.Generator().manual_seed(seed)
     for _, tensor in tensors(cache):
-        tensor.copy_(SENTINEL * torch.randn(tensor.shape, generator=generator).bfloat16())
+        tensor.copy_(torch.randn(tensor.shape, generator=generator).bfloat16())
 
 
 def tensors(cache: PagedCache) -> Iterator[tuple[str, Tensor]]:
@@ -73,11 +72,11 @@ def generate(case: ServingCase, forward: Mapping[Phase, Forward], requests: Requ
     its drafts in each step, so that rows of rejected ones are written again.
     """
     fill(requests.cache, case.seed)
-    done = [_run(case, forward, "prefill", case.prefill(requests)[0])]
+    done = [run(case, forward, "prefill", case.prefill(requests)[0])]
     last = done[0].results["logits"].argmax(-1)
     for step in range(steps):
         tokens = torch.cat((last[:, None], case.ids("decode", step)[:, 1:]), dim=1)
-        done.append(_run(case, forward, "decode", case.decode(tokens, requests)[0]))
+        done.append(run(case, forward, "decode", case.decode(tokens, requests)[0]))
         kept = torch.tensor([1 + (step + b) % (1 + case.next_n) for b in range(case.batch)])
         logits = done[-1].results["logits"].view(case.batch, 1 + case.next_n, -1)
         last = logits[torch.arange(case.batch), kept - 1].argmax(-1)
@@ -86,11 +85,12 @@ def generate(case: ServingCase, forward: Mapping[Phase, Forward], requests: Requ
     return done
 
 
-def _run(case: ServingCase, forward: Mapping[Phase, Forward], phase: Phase, args: tuple[Any, ...]) -> Step:
+def run(case: ServingCase, forward: Mapping[Phase, Forward], phase: Phase, args: tuple[Any, ...]) -> Step:
+    """One call of a compiled run, or of the eager model where ``forward`` lacks the phase."""
     *inputs, cache = args
     before = [t.clone() for _, t in tensors(cache)]
     start = time.perf_counter()
-    with torch.no_grad(), Recorder() as recorder:
+    with torch.no_grad(), experts_one_by_one(case.model), Recorder() as recorder:
         out = forward.get(phase, getattr(case.model, phase))(*args)
     seconds = time.perf_counter() - start
     done = _step(case, phase, tuple(inputs), cache, out, seconds)
@@ -144,7 +144,7 @@ def replay(case: ServingCase, model: ServingModel, steps: Sequence[Step]) -> lis
     done = []
     for step in steps:
         start = time.perf_counter()
-        with torch.no_grad(), Replay(step.picks) as played:
+        with torch.no_grad(), experts_one_by_one(model), Replay(step.picks) as played:
             out = getattr(model, step.phase)(*step.inputs, requests.cache)
         played.finish()
         seconds = time.perf_counter() - start

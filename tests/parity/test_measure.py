@@ -11,6 +11,7 @@ from cannopy.parity.measure import (
     ParityReport,
     PickParity,
     compare_picks,
+    errors_of,
     token_errors,
 )
 from cannopy.parity.picks import Choice
@@ -43,6 +44,16 @@ def test_error_limits(ours, plain, failing):
     part = ErrorParity("decode", Errors(8, *ours, 9.0), Errors(8, *plain, 9.0))
     assert [word for word in ("median", "p90") if any(f" {word} " in f for f in part.failures)] == failing
     assert ParityReport([part]).passed is (not failing)
+
+
+def test_one_wrong_row_of_many_is_over_the_limit():
+    exact = torch.randn(100, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    plain, ours = exact * (1 + 1e-2), exact * (1 - 1e-2)
+    assert errors_of("cache", ours, plain, exact).failures == []
+    ours[37] = 0
+    assert [f.partition(" error")[0] for f in errors_of("cache", ours, plain, exact).failures] == ["cache: largest"]
+    few = [rows[36:40] for rows in (ours, plain, exact)]
+    assert [f.partition(" error")[0] for f in errors_of("cache", *few).failures] == ["cache: largest"]
 
 
 def _choices(picked, scores, noise=1e-3, seed=0):

@@ -168,12 +168,19 @@ class CodeWalk:
         if name in self._names_done:
             return
         self._names_done.add(name)
-        for cls in self._classes:
+        for cls in list(self._classes):
             if name in vars(cls):
-                value = vars(cls)[name]
-                self._push(value)
-                installed = is_installed(cls.__module__)
-                self._note(f"{module_name(cls.__module__)}.{cls.__qualname__}.{name}", value, installed)
+                self._member(cls, name)
+
+    def _member(self, cls: type, name: str) -> None:
+        value, path = vars(cls)[name], f"{module_name(cls.__module__)}.{cls.__qualname__}.{name}"
+        installed = is_installed(cls.__module__)
+        self._push(value)
+        self._note(path, value, installed)
+        plain = constant_text(value) is not None or reference_text(value) is not None
+        if not (installed or plain or name.startswith("__") or any(True for _ in _functions(value))):
+            self._class(type(value))
+            self._found.setdefault(path, set()).add(self._describe(value))
 
     def reads(self, name: str) -> bool:
         """Whether code that was followed uses the name."""
@@ -271,4 +278,4 @@ class CodeWalk:
         for cls in fresh:
             for n in ("__init__", "__new__", "__call__", "forward", *self._names_done):
                 if n in vars(cls):
-                    self._push(vars(cls)[n])
+                    self._member(cls, n)

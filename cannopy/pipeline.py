@@ -14,6 +14,7 @@ from cannopy import planning
 from cannopy.backend.cache.code import CodeWalk
 from cannopy.backend.cache.key import object_text
 from cannopy.backend.cache.text import digest
+from cannopy.backend.host.target import cann_version
 from cannopy.errors import CannopyError
 from cannopy.fusion_rules import catalog, dialect, extension
 from cannopy.fusion_rules.engine.apply import Log, apply
@@ -219,7 +220,7 @@ class _Builder:
             rules = tuple(_gated(rule, self.gate) for rule in rules)
 
         def run_rules(program: Program) -> int:
-            context = Context(program, Editor(program.gm), options.target, options.block_size)
+            context = Context(program, Editor(program.gm), options.target, options.block_size, cann_version())
             try:
                 return apply(rules, context, self.log)
             except Exception as e:  # whatever the user's code raises; the pass manager rolls back and names the pass

@@ -35,11 +35,11 @@ def illegal(
     ``given`` are nodes of the model by argument: the refusal is at the one that breaks the first clause, else at
     ``node``.
     """
-    broken = check_call(op, args, kwargs, product=ctx.target)
+    broken = check_call(op, args, kwargs, product=ctx.target, cann=ctx.cann)
     if not broken:
         return None
     first = broken[0]
-    others = [p for p in PRODUCTS if p != ctx.target and not check_call(op, args, kwargs, product=p)]
+    others = [p for p in PRODUCTS if p != ctx.target and not check_call(op, args, kwargs, product=p, cann=ctx.cann)]
     source = (given or {}).get(first.argument)
     return Refusal(
         "; ".join(str(v) for v in broken), source if isinstance(source, fx.Node) else node, "contract",

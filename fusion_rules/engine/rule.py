@@ -38,13 +38,15 @@ class Refusal:
 class Context:
     """What checks and rewrites may look at and change.
 
-    ``target`` is the product whose contracts hold, ``block_size`` the rows per block of a paged cache (None: chosen).
+    ``target`` is the product whose contracts hold, ``block_size`` the rows per block of a paged cache (None: chosen),
+    ``cann`` the CANN version that is lowered for (None: not known, limits of older versions hold).
     """
 
     program: Program
     editor: Editor
     target: str = "atlas-a3"
     block_size: int | None = None
+    cann: str | None = None
 
 
 Check = Callable[[Match, Context], Refusal | None]

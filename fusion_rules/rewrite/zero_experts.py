@@ -132,7 +132,7 @@ def _split(condition: object) -> Split | None:
         condition = node.args[0]
     if not isinstance(condition, fx.Node) or len(condition.args) < 2 or type(condition.args[1]) is not int:
         return None
-    bound = cast(int, condition.args[1])
+    bound = condition.args[1]
     forms = {aten.lt.Scalar: (bound, True), aten.ge.Scalar: (bound, False),
              aten.le.Scalar: (bound + 1, True), aten.gt.Scalar: (bound + 1, False)}
     ids = cast(fx.Node, condition.args[0])

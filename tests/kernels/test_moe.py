@@ -192,12 +192,31 @@ def test_finalize_routing_takes_fp32_scales_with_bf16_rows() -> None:
     assert_close(y[0], first, slack=1e-6)
 
 
-@pytest.mark.parametrize("bad", [4, -2])
+@pytest.mark.parametrize("bad", [4, -1])
 def test_finalize_routing_refuses_a_row_that_is_not_there(bad: int) -> None:
     with pytest.raises(ContractError, match=f"expanded_src_to_dst_row.*{bad} at position 3, 4 rows"):
         torch.ops.npu.npu_moe_finalize_routing(
             normal(4, 6), None, None, None, normal(2, 2), ints(2, 0, 1, bad), None, 2
         )
+
+
+def test_pairs_outside_of_the_range_of_experts_add_nothing() -> None:
+    """As a router with zero experts is used: their pairs have row -1, which only the drop modes take."""
+    x, picks, weights = normal(5, 7), torch.tensor(PICKS, dtype=torch.int32), normal(5, 3)
+    expanded, place, counts, _ = torch.ops.npu.npu_moe_init_routing_v2(
+        x, picks, expert_num=6, active_expert_range=[0, 4], expert_tokens_num_type=1, expert_tokens_num_flag=True
+    )
+    assert counts.tolist() == [int((picks == e).sum()) for e in range(4)]
+    assert ((place.view(5, 3) < 0) == (picks >= 4)).all()
+    assert (picks >= 4).any()
+    expanded[int(counts.sum()):] = torch.nan  # the device leaves these rows unset
+    y = torch.ops.npu.npu_moe_finalize_routing(
+        expanded.view(3, 5, 7), None, None, None, weights, place, None, 3
+    )
+    kept = weights.double() * (picks < 4)
+    assert_close(y, x.double() * kept.sum(1, keepdim=True), slack=x.double().abs() * kept.abs().sum(1, True) * 2.0**-21)
+    with pytest.raises(ContractError, match="-1 at position"):
+        torch.ops.npu.npu_moe_finalize_routing(expanded, None, None, None, weights, place, None, 2)
 
 
 def test_routing_there_and_back_is_the_weighted_sum_of_copies() -> None:

@@ -23,8 +23,8 @@ def npu_moe_finalize_routing(
     ``out[i] = skip1[i] + skip2[i] + Σ_k scales[i,k]·(rows[idx(i,k)] + bias[e(i,k)])``
 
     rows [T·K,H], or [E,C,H] in the drop modes 1 and 3; expanded_src_to_dst_row int32 [T·K] is column-major in modes
-    0 and 1 (``idx(i,k) = src[k·T + i]``) and row-major in modes 2 and 3 (``src[i·K + k]``); -1 stands for a row of
-    zeros. scales [T,K] (None: ones, and K is `k`), export_for_source_row [T,K] has the expert ids that bias [E,H] is
+    0 and 1 (``idx(i,k) = src[k·T + i]``) and row-major in modes 2 and 3 (``src[i·K + k]``); in the drop modes -1 stands
+    for a row of zeros. scales [T,K] (None: ones, and K is `k`), export_for_source_row [T,K] has the expert ids that bias [E,H] is
     picked by. fp32 inside, one rounding to the dtype of the rows. Source: op-plugin doc of npu_moe_finalize_routing.
     """
     op = "npu_moe_finalize_routing"
@@ -32,7 +32,7 @@ def npu_moe_finalize_routing(
     top = scales.shape[1] if scales is not None else int(k or 1)
     tokens = scales.shape[0] if scales is not None else expanded_src_to_dst_row.numel() // top
     source = expanded_src_to_dst_row.long()
-    bad = (source < -1) | (source >= rows.shape[0])
+    bad = (source < (-1 if drop_pad_mode in (1, 3) else 0)) | (source >= rows.shape[0])
     if bool(bad.any()):
         at = int(bad.nonzero()[0])
         raise value_error(op, "row-range", f"{int(source[at])} at position {at}, {rows.shape[0]} rows")

@@ -107,7 +107,7 @@ def _longcat(config: Mapping[str, Any]) -> Published:
     })
     _latent(config)
     sizes = _known(config, LongcatConfig, rope=_rope(config))
-    return Published(lambda: Longcat(sizes), longcat_target)
+    return Published(lambda: Longcat(sizes), lambda name: longcat_target(name, sizes.n_routed_experts))
 
 
 def _qwen(config: Mapping[str, Any], **own: Any) -> Published:

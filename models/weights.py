@@ -121,9 +121,14 @@ def deepseek_draft(name: str, layers: int) -> str | None:
     return found[1] if found[1].startswith(own) else f"block.{found[1]}"
 
 
-def longcat_target(name: str) -> str | None:
-    """Names of the language model in a LongCat checkpoint."""
-    return None if name.startswith("model.mtp.") else name
+def longcat_target(name: str, routed: int | None = None) -> str | None:
+    """Names of the language model in a LongCat checkpoint.
+
+    ``routed``: number of experts with weights; `transformers` writes some for zero experts as well, which have none.
+    """
+    expert = _EXPERT.match(name)
+    unused = expert is not None and routed is not None and int(expert[2]) >= routed
+    return None if unused or name.startswith("model.mtp.") else name
 
 
 def longcat_draft(name: str) -> str | None:

@@ -1,0 +1,108 @@
+"""Checkpoint folders in serving form: weights that `transformers` has written, configurations with other math."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cannopy.frontend import sources
+from cannopy.frontend.errors import ModelSourceError
+from cannopy.models import published
+from cannopy.models.longcat import Longcat
+from cannopy.models.serving import ServingModel
+from tests.models.pairs import DEEPSEEK, PAIRS
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 64,
+        "mscale": 1.0, "mscale_all_dim": 1.0}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_folder_gives_the_model_of_its_weights(name: str, tmp_path: Path) -> None:
+    pair = PAIRS[name]()
+    pair.stock.save_pretrained(tmp_path)
+    loaded = sources.load(str(tmp_path), form="serving", batch=2, next_n=1, block_size=16)
+    assert loaded.notes == ()
+    assert isinstance(loaded.model, ServingModel)
+    assert type(loaded.model) is type(pair.own)
+    found, wanted = (dict(m.named_parameters()) | dict(m.named_buffers()) for m in (loaded.model, pair.own))
+    assert found.keys() == wanted.keys()
+    assert [n for n in wanted if not torch.equal(found[n], wanted[n])] == []
+    with torch.no_grad():
+        for phase in ("prefill", "decode"):
+            assert loaded.case is not None
+            args, _ = loaded.case.filled(phase)
+            logits, _ = getattr(loaded.model, loaded.method_of(phase))(*args)
+            expected, _ = getattr(pair.own, phase)(*args)
+            torch.testing.assert_close(logits, expected)
+
+
+def test_a_folder_without_weights(tmp_path: Path) -> None:
+    config = {"model_type": "deepseek_v3", **DEEPSEEK, "rope_theta": 1e4, "dtype": "float16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = sources.load(str(tmp_path), form="serving")
+    assert loaded.notes == (f"{tmp_path} has no safetensors: random weights, seed 0.",)
+    assert next(loaded.model.parameters()).dtype == torch.float16
+    empty = sources.load(str(tmp_path), form="serving", weights=False, dtype="bf16")
+    assert all(p.is_meta for p in empty.model.parameters())
+    args, _ = empty.make_inputs("decode")
+    assert all(value.is_meta for value in args[:4])
+
+
+def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    PAIRS["qwen2.5"]().stock.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    with pytest.raises(ModelSourceError, match=r"the checkpoint has no .* model\.layers\.2\."):
+        sources.load(str(tmp_path), form="serving")
+
+
+def test_published_spellings_of_longcat_and_yarn() -> None:
+    config: dict[str, Any] = {
+        "model_type": "longcat_flash", "vocab_size": 97, "hidden_size": 64, "num_layers": 1, "ffn_hidden_size": 96,
+        "expert_ffn_hidden_size": 24, "n_routed_experts": 6, "zero_expert_num": 4, "moe_topk": 3, "q_lora_rank": 48,
+        "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "num_attention_heads": 4,
+        "attention_method": "MLA", "mla_scale_q_lora": True, "rope_theta": 1e7, "rope_scaling": None,
+    }
+    model = published.read(config).build()
+    assert isinstance(model, Longcat)
+    assert model.config.rope == {"theta": 1e7}
+    scaling = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
+               "mscale": 1.0, "mscale_all_dim": 1.0}
+    scaled = published.read(config | {"rope_scaling": scaling}).build()
+    assert isinstance(scaled, Longcat)
+    assert scaled.config.rope == {"theta": 1e7, "factor": 40, "original_positions": 4096, "beta_fast": 32,
+                                  "beta_slow": 1, "mscale_all_dim": 1.0}
+
+
+DEEPSEEK_V3 = {"model_type": "deepseek_v3", **DEEPSEEK}
+QWEN3 = {"model_type": "qwen3_moe", "vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 1,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4}
+REFUSED = [
+    (DEEPSEEK_V3, {"q_lora_rank": None}, "q_lora_rank: expected the rank of the queries, found none"),
+    (DEEPSEEK_V3, {"attention_bias": True}, "attention_bias: expected False, found True"),
+    (DEEPSEEK_V3, {"topk_method": "greedy"}, "topk_method: expected 'noaux_tc', found 'greedy'"),
+    (DEEPSEEK_V3, {"rope_interleave": False}, "rope_interleave: expected True, found False"),
+    (DEEPSEEK_V3, {"rope_parameters": YARN | {"mscale": 0.7}}, "expected mscale equal to mscale_all_dim"),
+    (DEEPSEEK_V3, {"rope_parameters": {"rope_type": "llama3"}}, "rope_type: expected default or yarn, found llama3"),
+    (DEEPSEEK_V3, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "YaRN without original_positions"),
+    (DEEPSEEK_V3, {"quantization_config": {"quant_method": "fp8"}}, "bf16, fp16 or fp32, found fp8"),
+    (DEEPSEEK_V3, {"model_type": "deepseek_v2"}, "model_type: expected one of deepseek_v3, .* found deepseek_v2"),
+    (QWEN3, {"use_sliding_window": True}, "use_sliding_window: expected False, found True"),
+    (QWEN3, {"mlp_only_layers": [0]}, r"mlp_only_layers: expected \[\] or None, found \[0\]"),
+    (QWEN3, {"layer_types": ["sliding_attention"]}, "found sliding windows"),
+    (QWEN3, {"hidden_act": "gelu"}, "hidden_act: expected 'silu', found 'gelu'"),
+    (QWEN3, {"vocab_size": None}, "the configuration is not complete: .*vocab_size"),
+]
+
+
+@pytest.mark.parametrize(("config", "change", "reason"), REFUSED, ids=[next(iter(c)) + str(i) for i, (_, c, _)
+                                                                       in enumerate(REFUSED)])
+def test_other_math_is_refused(config: dict[str, Any], change: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    published.read(config)
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ModelSourceError, match=f"has no serving form: .*{reason}.*; --form stock takes it"):
+        sources.load(str(tmp_path), form="serving")

@@ -28,6 +28,7 @@ from cannopy.backend.cache.manifest import SOURCE, TORCHAIR, CorruptError, NotCa
 from cannopy.backend.cache.manifest import artifact as read_artifact
 from cannopy.backend.cache.publish import publish
 from cannopy.backend.cache.store import Found
+from cannopy.backend.cache.text import DEVICE
 from cannopy.backend.emit import constant, emit
 from cannopy.backend.ge_graph import plan_check
 from cannopy.backend.options import BuildOptions
@@ -308,7 +309,7 @@ def _load(
     path: Path, content: store.Content, model: torch.nn.Module, options: BuildOptions, make_output: MakeOutput
 ) -> CompiledModel:
     files = content.files
-    artifact = read_artifact(content.body, lambda name: files[name])
+    artifact = _placed(read_artifact(content.body, lambda name: files[name]), model)
     work = torchair.WorkFolder()
     for name, data in files.items():
         if name.startswith(f"{TORCHAIR}/"):
@@ -319,6 +320,14 @@ def _load(
     compiled.executor()
     compiled.seconds["torchair"] = time.perf_counter() - start
     return compiled
+
+
+def _placed(artifact: Artifact, model: torch.nn.Module) -> Artifact:
+    """`artifact` for the devices of this process; it may have been compiled without weights, or on a host."""
+    here = "npu" if torchair.have_npu() else "cpu"
+    if any(p.is_meta for p in model.parameters()):
+        here = "meta"
+    return replace(artifact, devices={n: here if d == DEVICE else d for n, d in artifact.devices.items()})
 
 
 def _write_work(path: Path, data: bytes) -> None:

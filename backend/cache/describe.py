@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from cannopy.backend.cache.code import of_distributed, reference_text, top_package
-from cannopy.backend.cache.text import VOLATILE, constant_text, digest, module_name
+from cannopy.backend.cache.text import VOLATILE, constant_text, digest, module_name, place
 
 _MODULE_PLUMBING = frozenset(
     k
@@ -36,8 +36,8 @@ def class_name(cls: type) -> str:
 
 
 def tensor_item(t: torch.Tensor) -> str:
-    """``bfloat16[1, 96](96, 1) cpu``."""
-    return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}{tuple(t.stride())} {t.device.type}"
+    """``bfloat16[1, 96](96, 1) device``."""
+    return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}{tuple(t.stride())} {place(t.device.type)}"
 
 
 class Describer:

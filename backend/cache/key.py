@@ -47,6 +47,7 @@ def fingerprint(
     attributes, config = _attributes(describer, modules)
     inputs = dict(describer.items(list(args), "args")) | dict(describer.items(dict(kwargs), "kwargs"))
     walk = _walk(model, method, describer)
+    chip = _chip(options)
     own_rank = walk.distributed or any(map(of_distributed, describer.classes))
     details: dict[str, Items] = {
         "method": {"name": method, "form": repr(call_form(args, kwargs))},
@@ -56,9 +57,9 @@ def fingerprint(
         "inputs": inputs,
         "options": options.key_items(),
         "package": {"package": package_digest()},
-        "versions": versions(_packages(describer.classes)),
+        "versions": {**versions(_packages(describer.classes)), **({} if chip is None else {"cann": chip.cann})},
         "environment": _environment(),
-        "target": _target(options),
+        "target": _target(options, chip, not any(p.is_meta for p in model.parameters())),
         "topology": _topology(own_rank),
         "torch state": _torch_state(),
         "code": walk.items,
@@ -189,11 +190,19 @@ def _package_files() -> Iterator[tuple[str, Path]]:
                     yield f"{package}/{path.relative_to(root).as_posix()}", path
 
 
-def _target(options: BuildOptions) -> dict[str, str]:
+def _target(options: BuildOptions, chip: Any, weights: bool) -> dict[str, str]:
+    """The chip; a host lowers for the one that is chosen. Of what has no weights yet, only torchair's can be run."""
+    npu: Any = getattr(torch, "npu", None)
+    found = {"device": str(npu.get_device_name()) if chip is None else chip.device_name}
+    return found if options.engine == "torchair" else {**found, "weights": "there" if weights else "not there"}
+
+
+def _chip(options: BuildOptions) -> Any:
+    """The target of a host, as torch_npu and torchair see it while they lower; None where there is a device."""
     npu = getattr(torch, "npu", None)
     if npu is not None and npu.is_available():
-        return {"device": str(npu.get_device_name())}
-    return {"device": "host", "target": options.target}
+        return None
+    return importlib.import_module("cannopy.backend.host.target").resolve(options.target)
 
 
 def _topology(own_rank: bool) -> dict[str, str]:

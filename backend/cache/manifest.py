@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from cannopy.backend.artifact import Artifact, CallForm, Fingerprint
+from cannopy.backend.cache.text import place
 from cannopy.backend.emit import Attribute, EmittedModule
 from cannopy.fx_passes.program import InputSpec, OutputSpec, WeightEntry
 
@@ -102,7 +103,7 @@ def dump(artifact: Artifact, files: Mapping[str, bytes]) -> bytes:
         "form": asdict(artifact.form),
         "module": module,
         "inputs": [asdict(s) | {"dtype": str(s.dtype).removeprefix("torch.")} for s in artifact.inputs],
-        "devices": dict(artifact.devices),
+        "devices": {name: place(device) for name, device in artifact.devices.items()},
         "output": {
             "treespec": artifact.output.treespec,
             "leaves": [[kind, encode(v, f"output leaf {i}")] for i, (kind, v) in enumerate(artifact.output.leaves)],
@@ -152,7 +153,10 @@ def checked(body: Mapping[str, Any], name: str, data: bytes) -> bytes:
 
 
 def artifact(body: Mapping[str, Any], read: Reader) -> Artifact:
-    """The artifact of a parsed manifest; ``read(name)`` gives the verified bytes of a file."""
+    """The artifact of a parsed manifest; ``read(name)`` gives the verified bytes of a file.
+
+    In its ``devices`` the place where the graph runs is called `text.DEVICE`.
+    """
     module = dict(body["module"])
     module["attributes"] = tuple(Attribute(**a) for a in module["attributes"])
     module["arguments"], module["written"] = tuple(module["arguments"]), tuple(module["written"])

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
-_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_TORCH = (torch.dtype, torch.layout, torch.memory_format)
 _STORE_NAME = bytes([dis.opmap["STORE_NAME"]])
 _EXTENDED = re.escape(bytes([dis.opmap["EXTENDED_ARG"]]))
 _CONSTANTS = b"".join(re.escape(bytes([op])) for op in dis.hasconst if op < 256)
 _WITH_CONSTANT = re.compile(b"%s*[%s]" % (_EXTENDED, _CONSTANTS), re.DOTALL)
-VOLATILE = frozenset({"_name_or_path", "name_or_path", "_commit_hash", "_original_object_hash"})
-"""Where a Hugging Face object came from, and a hash that differs in every process."""
+VOLATILE = frozenset({"_name_or_path", "name_or_path", "_commit_hash", "_original_object_hash", "_is_hf_initialized"})
+"""Where a Hugging Face object came from, a hash that differs in every process, whether weights have been filled."""
 _HAS_DOCSTRING = 0x4000000
 """``inspect.CO_HAS_DOCSTRING``, which Python has from 3.13."""
 
@@ -44,6 +44,21 @@ def path_text(text: str) -> str | None:
     return None
 
 
+DEVICE = "device"
+
+
+def place(device_type: str) -> str:
+    """`DEVICE` for where the graph runs: the NPU, or the CPU of a host without one; otherwise the type itself.
+
+    The meta device stands for it, so that a compilation without weights is found by a process that has them.
+    """
+    if device_type in ("meta", "npu"):
+        return DEVICE
+    npu = getattr(torch, "npu", None)
+    runs_here = device_type == "cpu" and (npu is None or not npu.is_available())
+    return DEVICE if runs_here else device_type
+
+
 def constant_text(value: Any, *, source: bool = False, inside: tuple[int, ...] = ()) -> str | None:
     """A plain value, or a container of plain values, as text; None for the rest.
 
@@ -58,6 +73,8 @@ def constant_text(value: Any, *, source: bool = False, inside: tuple[int, ...] =
         text = path_text(value) or repr(value)
     elif isinstance(value, _PLAIN):
         text = repr(value)
+    elif isinstance(value, torch.device):
+        text = place(value.type)
     elif isinstance(value, _TORCH):
         text = str(value)
     elif isinstance(value, (range, slice)):

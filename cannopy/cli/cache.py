@@ -233,19 +233,16 @@ def _print_entries(args: argparse.Namespace, entries: Sequence[Entry]) -> int:
     if not entries:
         print("no entries")
         return 0
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(show_edge=False, pad_edge=False)
-    for column in ("entry", "phase", "made", "size", "hits", "used", "state"):
-        table.add_column(column, justify="right" if column in ("size", "hits") else "left",
-                         no_wrap=column != "state", overflow="fold")
+    rows = [["entry", "phase", "made", "size", "hits", "last hit", "state"]]
     for e in entries:
-        state = f"[red]{escape(e.problem)}[/]" if e.problem else "in use" if e.in_use else "ok"
+        state = e.problem or ("in use" if e.in_use else "ok")
         used = _ago(e.used) if e.hits else "-"
-        table.add_row(e.path.name, e.phase, _ago(e.created), _bytes(e.bytes), str(e.hits), used, state)
+        rows.append([e.path.name, e.phase or "-", _ago(e.created), _bytes(e.bytes), str(e.hits), used, state])
+    widths = [max(len(row[i]) for row in rows) for i in range(6)]
     screen = console(args)
-    screen.print(table)
+    for row in rows:  # a name stays on one line, however narrow the screen is
+        line = "  ".join(text.ljust(width) for text, width in zip(row, [*widths, 0], strict=True))
+        screen.print(line, soft_wrap=True, markup=False, style="bold" if row is rows[0] else "")
     screen.print(f"{len(entries)} entries, {_bytes(sum(e.bytes for e in entries))}"
                  + (f", {len(bad)} bad: the next process that looks one up rebuilds it" if bad else ""), style="dim")
     return 1 if bad else 0

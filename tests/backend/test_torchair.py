@@ -222,7 +222,10 @@ def test_weights_that_are_not_there(tmp_path) -> None:
             program = tiny_program(model, *call)
             compiled = build(program, model, "forward", call, {}, options(tmp_path), found, {}, make_output)
         assert compiled.report["ge_ops"]["MatMul"] == 1
-    assert look(tiny(), example(), options(tmp_path)).status == "miss"
+    model = tiny()
+    found = look(model, example(), options(tmp_path))
+    assert found.status == "hit"
+    check_same_as_eager(found.compiled, model, *example())
 
 
 def test_options_are_set_and_checked() -> None:

@@ -135,6 +135,9 @@ FIRES: dict[str, tuple[Router, dict[str, Any]]] = {
     "softmax, renormalised after": (replace(SOFTMAX, groups=0, normed=True, factor=1.0), {"norm_type": 0}),
     "decode of one token": (Router(k=1), {"k_group": 2}),
     "bf16 bias": (Router(bias="bf16"), {"group_count": 4, "norm_type": 1}),
+    "kimi k2": (Router(experts=384, groups=0, k=8, factor=2.827), {"group_count": 1, "routed_scaling_factor": 2.827}),
+    "longcat": (Router("softmax", experts=768, groups=0, k=12, normed=False, factor=6.0),
+                {"norm_type": 0, "group_count": 1, "routed_scaling_factor": 6.0}),
 }
 
 
@@ -152,10 +155,10 @@ def test_fires_on_exact_forms(name: str) -> None:
     assert ids.dtype == torch.int64
     logits, bias = before.values.values()
     dense, chosen = router.exact(logits, bias)
-    assert torch.equal(spread(torch.ones_like(weights), ids).bool(), chosen)
-    torch.testing.assert_close(spread(weights, ids).double(), dense, rtol=1e-6, atol=1e-12)
-    old_weights, old_ids = before.run()
-    torch.testing.assert_close(spread(weights, ids), spread(old_weights, old_ids), rtol=1e-6, atol=0.0)
+    all_weights = spread(weights, ids, router.experts)
+    assert torch.equal(spread(torch.ones_like(weights), ids, router.experts).bool(), chosen)
+    torch.testing.assert_close(all_weights.double(), dense, rtol=2e-6, atol=1e-12)
+    torch.testing.assert_close(all_weights, spread(*before.run(), router.experts), rtol=1e-6, atol=0.0)
 
 
 REFUSES: dict[str, tuple[Router, str]] = {
@@ -177,6 +180,7 @@ REFUSES: dict[str, tuple[Router, str]] = {
     "softmax over tokens": (replace(SOFTMAX, activation="softmax_tokens"), "the softmax is not over the experts"),
     "ranked in other groups": (Router(ranked=2, k_group=1), "groups must be [tokens, groups, experts per group]"),
     "groups of two": (Router(groups=8, k_group=4), "[clause group-size"),
+    "too many experts": (Router(experts=2049, groups=0), "[clause experts-max"),
     "too many groups": (Router(experts=512, groups=128, k_group=4), "[clause aligned-groups"),
 }
 
@@ -254,6 +258,16 @@ def test_other_ids_for_the_weights_do_not_match() -> None:
     _, log = trace(route, torch.randn(3, 16)).fused(RULES)
     assert log.hits == []
     assert any("the same picked" in m.reason for m in log.misses), log.misses
+
+
+def test_weights_of_the_next_expert_are_told() -> None:
+    def route(logits: Tensor) -> tuple[Tensor, Tensor]:
+        scores = logits.sigmoid()
+        ids = scores.topk(4, dim=-1)[1]
+        weights = scores.gather(1, (ids + 1) % 16)
+        return weights / (weights.sum(-1, keepdim=True) + 1e-20), ids
+
+    assert_refused(trace(route, torch.randn(3, 16)), RULES, "found aten.remainder int64[3, 4], aten.add")
 
 
 def test_other_readers_of_scores_stay() -> None:

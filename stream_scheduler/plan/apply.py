@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
 
-from cannopy.stream_scheduler.plan.model import Placement, Plan, PlanError
+from cannopy.stream_scheduler.plan.model import Placement, Plan, PlanError, PlannedPrefetch, SuperKernelRegion, Wait
 from cannopy.stream_scheduler.simulator import Prefetch, Schedule, Task
 
 
@@ -38,6 +38,28 @@ def to_schedule(plan: Plan, schedule: Schedule) -> Schedule:
     return schedule.replace(placed, prefetches)
 
 
+def from_schedule(placed: Schedule, graph: Schedule, target: str, options: str = "") -> Plan:
+    """The plan that makes ``placed`` out of ``graph``, which has the same kernels on one stream: the inverse of
+    `to_schedule`. A prefetch is for the first kernel that reads the weight; regions have ``options``."""
+    data = {task.name: set(task.deps) for task in graph.tasks}
+    streams = {task.name: task.stream for task in placed.tasks}
+    readers: dict[str, str] = {}
+    waits = []
+    for task in placed.tasks:
+        known("kernel", task.name, data)
+        waits += [Wait(task.name, on) for on in task.deps if on not in data[task.name]]
+        for weight in task.weights:
+            readers.setdefault(weight.name, task.name)
+    fetches = []
+    for fetch in placed.prefetches:
+        known("weight", fetch.weight, readers)
+        fetches.append(PlannedPrefetch(fetch.weight, int(fetch.bytes), fetch.after, readers[fetch.weight],
+                                       streams[fetch.after]))
+    regions = dict.fromkeys(task.super_kernel for task in placed.tasks if task.super_kernel is not None)
+    return Plan(target, tuple(Placement(t.name, t.stream, t.cores, t.super_kernel) for t in placed.tasks), tuple(waits),
+                tuple(fetches), tuple(SuperKernelRegion(name, options) for name in regions))
+
+
 def _check_names(plan: Plan, tasks: dict[str, Task]) -> None:
     """`PlanError` unless every name in ``plan`` is known and every kernel is placed once."""
     seen: set[str] = set()
@@ -60,12 +82,14 @@ def _check_names(plan: Plan, tasks: dict[str, Task]) -> None:
         known(f"weight of {fetch.before}", fetch.weight, [w.name for w in tasks[fetch.before].weights])
 
 
-def known(kind: str, name: str, names: Iterable[str]) -> None:
-    """`PlanError` with the nearest of ``names`` unless ``name`` is among them."""
+def known(kind: str, name: str, names: Iterable[str], where: str = "") -> None:
+    """`PlanError`, after ``where``, with the nearest of ``names`` unless ``name`` is among them."""
     if isinstance(names, Mapping) and name in names:
         return
     every = list(names)
     if name in every:
         return
     close = difflib.get_close_matches(name, every, n=1, cutoff=0.0)
-    raise PlanError(f"unknown {kind} {name!r}" + (f"; did you mean {close[0]!r}?" if close else "; there is none"))
+    place = f"{where}: " if where else ""
+    hint = f"did you mean {close[0]!r}?" if close else "there is none"
+    raise PlanError(f"{place}unknown {kind} {name!r}; {hint}")

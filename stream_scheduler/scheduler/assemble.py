@@ -11,10 +11,11 @@ from cannopy.stream_scheduler.plan import (
     SuperKernelRegion,
     Wait,
 )
+from cannopy.stream_scheduler.plan.keys import region_prefix
+from cannopy.stream_scheduler.plan.segments import Segment
 from cannopy.stream_scheduler.scheduler.gates import Verdict
 from cannopy.stream_scheduler.scheduler.layer import Extras, Streams
 from cannopy.stream_scheduler.scheduler.problem import Problem, stream_name
-from cannopy.stream_scheduler.scheduler.segments import Segment
 from cannopy.stream_scheduler.scheduler.windows import whole_order
 from cannopy.stream_scheduler.simulator.schedule import MAIN
 
@@ -32,8 +33,7 @@ def placements(segment: Segment, problem: Problem, found: Streams, extra: Extras
 
 def region_name(segment: Segment, number: int) -> str:
     """Name of a SuperKernel region; unique in the graph."""
-    place = f"layer{segment.layer}" if segment.layer is not None else "graph"
-    return f"{place}_at{segment.first}_{number}"
+    return f"{region_prefix(segment)}sk{number}"
 
 
 def regions(segment: Segment, extra: Extras, options: str) -> list[SuperKernelRegion]:

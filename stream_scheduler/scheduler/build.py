@@ -10,6 +10,7 @@ from cannopy.stream_scheduler.bounds import bounds
 from cannopy.stream_scheduler.plan import (
     FEATURES,
     Decision,
+    Pin,
     Placement,
     Plan,
     PlanError,
@@ -20,11 +21,11 @@ from cannopy.stream_scheduler.plan import (
     to_schedule,
 )
 from cannopy.stream_scheduler.plan.apply import known
+from cannopy.stream_scheduler.plan.segments import Segment, segments
 from cannopy.stream_scheduler.scheduler import assemble, layer
 from cannopy.stream_scheduler.scheduler.fusing import Fuser
 from cannopy.stream_scheduler.scheduler.options import ScheduleOptions
 from cannopy.stream_scheduler.scheduler.problem import Problem, Solution
-from cannopy.stream_scheduler.scheduler.segments import Segment, segments
 from cannopy.stream_scheduler.scheduler.stretch import Stretch
 from cannopy.stream_scheduler.simulator import Machine, Schedule, simulate
 
@@ -67,10 +68,7 @@ class _Work:
     def run(self) -> None:
         """Solve every distinct layer, then every distinct pair of layers with what earlier ones prefetched."""
         self.parts = segments(self.graph.tasks, frozenset(pin.node for pin in self.options.pins.nodes))
-        for part in self.parts:
-            if part.kind not in self.streams:
-                problem = Problem(part.tasks, self.machine, self.options)
-                self.problems[part.kind], self.streams[part.kind] = problem, layer.streams(problem)
+        self._solve_kinds()
         warm: tuple[tuple[int, int], ...] = ()
         for at, part in enumerate(self.parts):
             after = self.parts[at + 1] if at + 1 < len(self.parts) else None
@@ -81,6 +79,22 @@ class _Work:
                 self.extras[key] = layer.extras(stretch, self.fuser, self._why_not())
             self.keys.append(key)
             warm = self._warm(self.extras[key], len(part.tasks))
+
+    def _solve_kinds(self) -> None:
+        """Streams and limits of each kind of layer, those with the most time in the graph first. A group of collectives
+        stays on the stream that it was given first: main, where any of its kernels ends a layer."""
+        kinds: dict[Hashable, list[Segment]] = {}
+        for part in self.parts:
+            kinds.setdefault(part.kind, []).append(part)
+        first = {kind: Problem(parts[0].tasks, self.machine, self.options) for kind, parts in kinds.items()}
+        homes = {group: 0 for problem in first.values()
+                 for group, readers in zip(problem.groups, problem.succs, strict=True) if group is not None and not readers}
+        solved: dict[Hashable, layer.Streams] = {}
+        for kind in sorted(kinds, key=lambda kind: -len(kinds[kind]) * sum(first[kind].us)):
+            problem = Problem(kinds[kind][0].tasks, self.machine, self.options, dict(homes))
+            self.problems[kind], solved[kind] = problem, layer.streams(problem)
+            homes = {**problem.found_homes(solved[kind].solution), **homes}
+        self.streams = {kind: solved[kind] for kind in kinds}
 
     def _solved(self, part: Segment) -> tuple[Problem, Solution]:
         """The tasks of ``part`` with what was found for its kind."""
@@ -153,6 +167,9 @@ def _checked(plan: Plan, graph: Schedule, machine: Machine, options: ScheduleOpt
         if not any(d.applied for d in plan.decisions if d.feature == feature):
             reasons = sorted({d.reason for d in plan.decisions if d.feature == feature})
             raise PlanError(f"{feature} is forced, but possible nowhere: {'; '.join(reasons)}")
+    for pin in options.pins.nodes:
+        if wrong := _missed(pin, plan):
+            raise PlanError(f"the pin of {pin.node} cannot be met: {wrong}")
     serial = simulate(graph.serial(), machine).step_us
     predicted = serial if plan.changes_nothing else simulate(to_schedule(plan, graph), machine).step_us
     if predicted > serial and not forced and not options.pins.nodes:
@@ -162,3 +179,18 @@ def _checked(plan: Plan, graph: Schedule, machine: Machine, options: ScheduleOpt
         predicted = serial
     return dataclasses.replace(plan, predicted_us=predicted, serial_us=serial,
                                lower_bound_us=bounds(graph, machine).us)
+
+
+def _missed(pin: Pin, plan: Plan) -> str:
+    """What of ``pin`` does not hold in ``plan``."""
+    placed = plan.by_node[pin.node]
+    fetched = any(fetch.before == pin.node for fetch in plan.prefetches)
+    if pin.stream is not None and placed.stream != pin.stream:
+        return f"it is on {placed.stream}, not on {pin.stream}"
+    if pin.cores is not None and placed.cores != (None if pin.cores == "whole" else pin.cores):
+        return f"its core limit is {placed.cores}, not {pin.cores}"
+    if pin.super_kernel is not None and (placed.super_kernel is not None) != pin.super_kernel:
+        return "no SuperKernel region can hold it" if pin.super_kernel else "it is in a SuperKernel region"
+    if pin.prefetch is not None and fetched != pin.prefetch:
+        return "no window is open for its weights" if pin.prefetch else "its weights are prefetched"
+    return ""

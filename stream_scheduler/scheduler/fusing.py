@@ -5,6 +5,7 @@ What may be fused is not known here: a `Fuser` (package `superkernel`) cuts a la
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -47,10 +48,11 @@ class Fuser(Protocol):
         """Cut ``tasks``, in program order with streams and limits, into maximal runs without the ``forbidden``."""
 
 
-def fuse(stretch: Stretch, fetches: Sequence[Fetch], runs: Sequence[tuple[int, ...]], everything: bool
+def fuse(stretch: Stretch, fetches: Sequence[Fetch], runs: Sequence[tuple[int, ...]], kept: frozenset[int]
          ) -> tuple[int | None, ...]:
     """Region numbers of the first layer's tasks. A run that makes the layer slower, because it holds cores that another
-    stream wants, is tried without the kernels that run beside others. ``everything``: every run that can run."""
+    stream wants, is tried without the kernels that run beside others. Runs with a task of ``kept`` are fused wherever
+    that can run."""
     problem, solution = stretch.first
     crowded = beside(problem, solution)
     fused: list[int | None] = [None] * stretch.size
@@ -63,7 +65,8 @@ def fuse(stretch: Stretch, fetches: Sequence[Fetch], runs: Sequence[tuple[int, .
                 for i in part:
                     tried[i] = number
             time = stretch.time(fetches, tried)
-            if time < us - _TINY or (everything and time < float("inf") and tried != fused):
+            wanted = any(i in kept for part in choice for i in part)
+            if time < us - _TINY or (wanted and time < math.inf):
                 fused, us = tried, time
                 break
     return _numbered(stretch, fused)

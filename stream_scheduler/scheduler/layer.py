@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cannopy.stream_scheduler.plan import Switch
+from cannopy.stream_scheduler.plan import PlanError, Switch
 from cannopy.stream_scheduler.scheduler import search
 from cannopy.stream_scheduler.scheduler.costs import Perturbation
 from cannopy.stream_scheduler.scheduler.fusing import Cut, Fuser, fuse
@@ -14,6 +14,7 @@ from cannopy.stream_scheduler.scheduler.prefetch import prefetches
 from cannopy.stream_scheduler.scheduler.problem import Problem, Solution
 from cannopy.stream_scheduler.scheduler.search import Found
 from cannopy.stream_scheduler.scheduler.stretch import Fetch, Stretch
+from cannopy.stream_scheduler.scheduler.windows import legal
 
 FORBIDDEN = Verdict(False, 0.0, 0.0, "forbidden")
 
@@ -42,6 +43,9 @@ def streams(problem: Problem) -> Streams:
     """Decide streams, then core limits on top of what was decided."""
     options = problem.options
     serial = problem.serial()
+    if not legal(problem, serial):
+        raise PlanError(f"the pins of {problem.tasks[0].name} and the kernels behind it put collectives into two "
+                        "streams without core limits that fit the chip; pin limits too, or one stream")
     current = Found(serial, problem.time(serial))
     switch = options.pins.switch("streams")
     if switch == "forbid" or options.streams == 1:
@@ -96,7 +100,10 @@ def extras(stretch: Stretch, fuser: Fuser | None, why_not: str) -> Extras:
         return Extras(fetches, plain, verdict, nothing, cuts)
     second = judge(lambda cost: stretch.time(fetches, plain, cost), lambda cost: stretch.time(fetches, fused, cost),
                    _least(stretch), switch)
-    return Extras(fetches, fused if second.applied else plain, verdict, second, cuts)
+    if not second.applied:
+        pinned = {fused[i] for i in _kept(problem)}
+        fused = tuple(region if region in pinned else None for region in fused)
+    return Extras(fetches, fused, verdict, second, cuts)
 
 
 def _prefetch(stretch: Stretch) -> tuple[tuple[Fetch, ...], Verdict]:
@@ -137,10 +144,10 @@ def _fused(stretch: Stretch, fetches: Sequence[Fetch], fuser: Fuser, switch: Swi
                     if pin is not None and pin.super_kernel is False)
     runs = fuser.runs([stretch.tasks[i] for i in order], out)
     places = [tuple(order[n] for n in run) for run in runs.runs]
-    pinned = {i for i, pin in enumerate(problem.pins) if pin is not None and pin.super_kernel}
-    if pinned:
-        always = [run for run in places if pinned & set(run)]
-        kept = fuse(stretch, fetches, always, True)
-        if switch != "force" and not set(places) - set(always):
-            return kept, runs.cuts
-    return fuse(stretch, fetches, places, switch == "force" or bool(pinned)), runs.cuts
+    kept = range(stretch.size) if switch == "force" else _kept(problem)
+    return fuse(stretch, fetches, places, frozenset(kept)), runs.cuts
+
+
+def _kept(problem: Problem) -> list[int]:
+    """Tasks that a user wants in a SuperKernel."""
+    return [i for i, pin in enumerate(problem.pins) if pin is not None and pin.super_kernel]

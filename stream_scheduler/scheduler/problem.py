@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
-from cannopy.stream_scheduler.plan import Cores, Pin
+from cannopy.stream_scheduler.plan import Cores, Pin, PlanError
+from cannopy.stream_scheduler.plan.apply import known
 from cannopy.stream_scheduler.scheduler.collectives import group_of, meets
 from cannopy.stream_scheduler.scheduler.options import ScheduleOptions
 from cannopy.stream_scheduler.simulator import Load, Machine, Prefetch, Schedule, ScheduleError, Task, simulate
@@ -37,9 +39,12 @@ class Solution:
 
 
 class Problem:
-    """The tasks of a layer. Dependencies on other layers are met at time 0."""
+    """The tasks of a layer. Dependencies on other layers are met at time 0. ``homes`` {group of collectives: number of
+    the stream that it is on in other layers}."""
 
-    def __init__(self, tasks: Sequence[Task], machine: Machine, options: ScheduleOptions) -> None:
+    def __init__(self, tasks: Sequence[Task], machine: Machine, options: ScheduleOptions,
+                 homes: Mapping[str, int] = MappingProxyType({})) -> None:
+        self.homes = homes
         self.tasks, self.machine, self.options = tuple(tasks), machine, options
         self.size = len(self.tasks)
         index = {task.name: i for i, task in enumerate(self.tasks)}
@@ -95,18 +100,35 @@ class Problem:
 
     def streams_of(self, i: int, count: int, limited: bool) -> range | tuple[int, ...]:
         """Streams that task ``i`` may run on. What nothing of the layer reads ends on the main stream, so that every
-        side stream is joined; without core limits collectives share the main stream. A user's pin comes first."""
+        side stream is joined; without core limits collectives share the main stream, but for groups that are elsewhere
+        in other layers. A user's pin comes first."""
         pin = self.pins[i]
         if pin is not None and pin.stream is not None:
-            return (stream_number(pin.stream),)
+            return (self._pinned_stream(i, pin.stream),)
+        group = self.groups[i]
+        if group is not None and group in self.homes:
+            return (self.homes[group],)
         if not self.succs[i] or (self.meets[i] and not limited):
             return (0,)
         return range(count)
+
+    def _pinned_stream(self, i: int, name: str) -> int:
+        """The number of the stream that task ``i`` is pinned to; `PlanError` when it cannot be there."""
+        names = [stream_name(number) for number in range(self.options.streams)]
+        known(f"stream for {self.tasks[i].name}", name, names, f"{self.options.streams} streams are allowed")
+        if name != names[0] and not self.succs[i]:
+            raise PlanError(f"{self.tasks[i].name} is pinned to {name}, but nothing of its layer reads it: the stream "
+                            "would not be joined; leave it on main")
+        return names.index(name)
 
     def serial(self) -> Solution:
         """Graph order on the main stream, except for what is pinned."""
         streams = tuple(self.streams_of(i, 1, False)[0] for i in range(self.size))
         return self.pinned(Solution(tuple(range(self.size)), streams, (None,) * self.size))
+
+    def found_homes(self, solution: Solution) -> dict[str, int]:
+        """The stream of each group of collectives in ``solution``."""
+        return {group: solution.streams[i] for i, group in enumerate(self.groups) if group is not None}
 
     def pinned(self, solution: Solution) -> Solution:
         """``solution`` with the core limits that a user has pinned."""
@@ -152,8 +174,3 @@ def closure(preds: Sequence[Sequence[int]], order: Sequence[int]) -> list[int]:
 def stream_name(number: int) -> str:
     """``main``, ``side1``, ``side2`` …"""
     return f"side{number}" if number else "main"
-
-
-def stream_number(name: str) -> int:
-    """The number of a stream by its name, from 0."""
-    return 0 if name == "main" else int(name.removeprefix("side"))

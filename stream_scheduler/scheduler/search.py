@@ -33,10 +33,14 @@ def unlimited(problem: Problem, streams: int) -> Found:
     if not problem.has_branches:
         return best
     for count in range(2, streams + 1):
+        if problem.options.order == "graph":
+            streams_of = Lister(problem, count).place(range(problem.size)).streams
+            best = _better(problem, best, dataclasses.replace(serial, streams=tuple(streams_of)))
+            continue
         layout = Lister(problem, count).best()
         for hold in (False, True):
             best = _better(problem, best, solution_of(problem, layout, hold))
-    return best if best.solution.waits == () else _fewer_waits(problem, best)
+    return _fewer_waits(problem, best)
 
 
 def with_limits(problem: Problem, streams: int, start: Found, forced: bool = False) -> Found:
@@ -48,17 +52,17 @@ def with_limits(problem: Problem, streams: int, start: Found, forced: bool = Fal
     if start.solution.stream_count > 1:
         best = _limited(problem, best, start.solution, forced)
     chosen: dict[int, int] = {}
-    serial = problem.serial()
+    serial, keep = problem.serial(), problem.options.order == "graph"
     here = Found(serial, math.inf if forced else problem.time(serial))
     for branch in branches(problem)[:MOST_BRANCHES]:
         tried = [({**chosen, **dict.fromkeys(branch.tasks, stream)}) for stream in range(1, streams)]
         results = [(option, _limited(problem, here, assigned(problem, option, graph), forced))
-                   for option in tried for graph in (False, True)]
+                   for option in tried for graph in ((True,) if keep else (False, True))]
         option, result = min(results, key=lambda r: r[1].us)
         if result.us < here.us - _TINY:
             chosen, here = option, result
     best = _chosen(problem, best, here)
-    if problem.options.split == "search" and not math.isinf(best.us):
+    if problem.options.split == "search" and not keep and not math.isinf(best.us):
         best = _refined(problem, best, streams)
     return start if math.isinf(best.us) else best
 

@@ -14,10 +14,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(cache_dir: Path) -> dict[str, Any]:
-    """What a fresh `tests.backend.child` process prints."""
+def run(cache_dir: Path, module: str = "tests.backend.child") -> dict[str, Any]:
+    """What a fresh process that runs ``module`` prints."""
     child = subprocess.run(
-        [sys.executable, "-m", "tests.backend.child", str(cache_dir)],
+        [sys.executable, "-m", module, str(cache_dir)],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

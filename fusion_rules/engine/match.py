@@ -251,12 +251,11 @@ class _Tolerant(Matcher):
         gap, between, level = (id(p), id(value)), [value], [value]
         while level and len(between) <= self.BETWEEN:
             level = [operand for node in level if node.op == "call_function" for operand in node.all_input_nodes]
-            again = is_one_of(value.target, p.targets)
-            text = f"{describe(value)} a second time" if again else f"{', '.join(map(describe, between))} in between"
+            text = f"{', '.join(map(describe, between))} in between"
             hole = state.hole or self._stop("operation", (p,), state, value, value, text)
             for operand in level:
                 yield from super()._match(p, operand, replace(state, hole=hole, gap=gap), value)
-            level = level if len(level) == 1 and not is_one_of(level[0].target, p.targets) and not again else []
+            level = level if len(level) == 1 and not is_one_of(level[0].target, p.targets) else []
             between += level
 
     def _left_out(self, p: Op, value: fx.Node, state: State, user: fx.Node, stop: Stop) -> Iterator[State]:

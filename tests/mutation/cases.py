@@ -19,10 +19,13 @@ from cannopy.fx_passes import normalise
 from cannopy.fx_passes.paths import compile_path
 from cannopy.fx_passes.program import Program
 from cannopy.options import Options
+from cannopy.pipeline_text import STAGES
 from tests.mutation import oracle
 
 Tensor = torch.Tensor
 TARGET = "atlas-a3"
+UNPLANNED = ",".join(name for name in STAGES if name != "schedule")
+"""Up to the lowered graph: what a plan writes into it (waits, scopes, prefetches) runs on a device only."""
 
 V32 = {
     "vocab_size": 64, "hidden_size": 1024, "intermediate_size": 96, "moe_intermediate_size": 64,
@@ -72,7 +75,7 @@ FUSIONS = {
 def compiled(program: Program, verify: bool = True) -> pipeline.Compilation:
     """All passes on ``program`` in place, for `TARGET`."""
     with target.using(TARGET):
-        return pipeline.run(program, Options(target=TARGET, verify=verify))
+        return pipeline.run(program, Options(target=TARGET, verify=verify, pipeline=UNPLANNED))
 
 
 def lively(model: torch.nn.Module, seed: int) -> None:

@@ -65,7 +65,8 @@ class Experts:
             inverse = torch.empty_like(perm).index_put((perm,), torch.arange(count))
         else:
             inverse = torch.argsort(perm) if self.inverse == "argsort" else perm
-        total = weighted[inverse].view(T, K, H).sum(dim=self.sum_dim)
+        total = weighted if self.inverse == "left out" else weighted[inverse]
+        total = total.view(T, K, H).sum(dim=self.sum_dim)
         return total.to(x.dtype) if self.cast else total
 
 
@@ -192,6 +193,7 @@ REFUSES: dict[str, tuple[Callable[[], Traced], str]] = {
     "counted in bf16": (lambda: traced(Experts(counted=torch.bfloat16)), "which cannot hold them all"),
     "descending": (lambda: traced(Experts(descending=True)), "must be sorted upwards"),
     "not inverted": (lambda: traced(Experts(inverse="none")), "aten.index_put"),
+    "left sorted": (lambda: traced(Experts(inverse="left out")), "expected aten.index, found aten.mul"),
     "weights by id": (lambda: traced(Experts(weights_by="ids")), "expected the same perm"),
     "weights by token": (lambda: traced(Experts(weights_by="token")), "found aten.floor_divide"),
     "sum over tokens": (lambda: trace(

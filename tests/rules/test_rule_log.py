@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
+import pytest
 import torch
 
 from cannopy.fusion_rules.engine.apply import Log, apply
 from cannopy.fusion_rules.engine.match import Match, Matcher
 from cannopy.fusion_rules.engine.pattern import Any, op
-from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
+from cannopy.fusion_rules.engine.rule import NEVER, Context, Refusal, Rule
 from cannopy.fx_passes.graph import Editor, aten
 from tests.passes.graphs import program_of
 
@@ -50,3 +53,53 @@ def test_operators_by_name() -> None:
     assert Matcher(op("aten::sin", op("aten::cos", Any()))).match(sin) is not None
     assert Matcher(op("aten::sin", op("aten::sin", Any()))).match(sin) is None
     assert Matcher(op("aten.sin", Any())).match(sin) is None
+
+
+SCORES = op(aten.sigmoid.default, op(aten.mul.Tensor, op(aten.sin.default, op(aten.cos.default, Any("x"))),
+                                     Any("weight"), commutative=True), name="scores")
+NEAREST = {
+    "one operation too many": (lambda x, w: (x.cos().sin().tanh() * w).sigmoid(), "aten.sin",
+                               "aten.tanh float32[3, 4] in between"),
+    "three too many": (lambda x, w: (x.cos().abs().neg().tanh().sin() * w).sigmoid(), "aten.cos",
+                       "aten.tanh float32[3, 4], aten.neg float32[3, 4], aten.abs float32[3, 4] in between"),
+    "one twice": (lambda x, w: (x.cos().sin().sin() * w).sigmoid(), "aten.cos", "aten.sin float32[3, 4] in between"),
+    "one left out": (lambda x, w: (x.cos() * w).sigmoid(), "aten.sin", "aten.cos float32[3, 4]"),
+    "another one": (lambda x, w: (x.cos().tan() * w).sigmoid(), "aten.sin", "aten.tan float32[3, 4]"),
+}
+
+
+@pytest.mark.parametrize("name", NEAREST)
+def test_the_place_that_differs(name: str) -> None:
+    body, expected, found = NEAREST[name]
+    program, log = program_of(body, torch.zeros(3, 4), torch.zeros(4)), Log()
+    apply([Rule("scores", "", SCORES, drop, near=2)], Context(program, Editor(program.gm)), log)
+    (miss,) = log.misses
+    assert (miss.expected, miss.found) == (expected, found)
+    assert miss.matched >= 2 + (name != "another one")
+
+
+def test_a_tensor_that_two_places_must_read() -> None:
+    twice = op(aten.sub.Tensor, op(aten.cos.default, Any("x")), op(aten.sin.default, Any("x")))
+    program, log = program_of(lambda x: x.abs().cos() - x.neg().sin(), torch.zeros(2)), Log()
+    apply([Rule("a", "", twice, drop)], Context(program, Editor(program.gm)), log)
+    (miss,) = log.misses
+    assert miss.kind == "operand"
+    assert miss.expected.startswith("the same x (aten.abs float32[2], ")
+    assert ".py:" in miss.expected
+    assert miss.found.startswith("aten.neg float32[2] as operand of aten.sin (")
+
+
+def test_a_near_attempt_is_told_and_not_a_longer_far_one() -> None:
+    far = Rule("a", "", op(aten.sin.default, op(aten.cos.default, op(aten.add.Tensor, Any(), Any())), Any()), drop,
+               near=NEVER)
+    near = Rule("a", "", op(aten.sin.default, op(aten.cos.default, op(aten.abs.default, Any()))), drop, near=2)
+    assert [m.expected for m in log_of(far, near).misses] == ["aten.abs"]
+
+
+def test_what_stands_where_a_rule_should_have_made_an_operation_is_written_out() -> None:
+    normed = op(aten.sin.default, op("cannopy::rms_norm", Any("x"), rest=True))
+    program, log = program_of(lambda x, w: ((x.cos() + 0.5) * w).sin(), torch.zeros(2), torch.zeros(2)), Log()
+    apply([Rule("a", "", normed, drop, near=1)], Context(program, Editor(program.gm)), log)
+    (miss,) = log.misses
+    assert re.sub(r" at model.py:\d+", "", miss.found) == "aten.mul float32[2] = mul(add(cos(_), 0.5), _)"
+    assert "model.py" in miss.found, "with the line of what another line computes"

@@ -115,6 +115,8 @@ REFUSES: dict[str, tuple[Callable[[], Traced], str]] = {
                        f"[{MID}, {IN}] and up weight torch.bfloat16[1, {IN}] do not merge"),
     "gelu tanh": (lambda: two_linears(lambda x, g, u, b: F.gelu(F.linear(x, g), approximate="tanh") * F.linear(x, u)),
                   "aten.gelu"),
+    "quick gelu": (lambda: one_tensor(lambda a: half(a, 0) * torch.sigmoid(1.702 * half(a, 0)) * half(a, 1)),
+                   "the activation is x * sigmoid(1.702 * x), npu_swiglu has SiLU"),
     "glu": (lambda: one_tensor(lambda a: half(a, 0) * torch.sigmoid(half(a, 1))), "aten.sigmoid"),
     "clamped gate": (lambda: two_linears(lambda x, g, u, b: F.silu(F.linear(x, g).clamp(max=1.0)) * F.linear(x, u)),
                      "values are clamped"),

@@ -99,7 +99,7 @@ def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Na
         parser.error(unknown("verb", verb, VERBS))
     args, rest = parser.parse_known_args(arguments)
     if rest:
-        command = _subparser(parser, args.verb)
+        command = _subparser(parser, args)
         options = sorted({o for action in command._actions for o in action.option_strings if o.startswith("--")})
         odd = next((a for a in rest if a.startswith("-")), None)
         if odd is not None:
@@ -108,11 +108,11 @@ def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Na
     return args
 
 
-def _subparser(parser: argparse.ArgumentParser, verb: str) -> argparse.ArgumentParser:
+def _subparser(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.ArgumentParser:
+    """The parser of the verb that was given, or of its own verb (``cache prune``)."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            found: argparse.ArgumentParser = action.choices[verb]
-            return found
+            return _subparser(action.choices[getattr(args, action.dest)], args)
     return parser
 
 

@@ -24,6 +24,11 @@ _DESCRIPTION = """\
 Captures one phase of the model, fuses it, and compiles it with torchair. The result goes into the compile cache,
 where a later process with the same model, inputs and versions finds it. Prints the report: what fused, what came
 near and did not and why, and the device kernels that are left.
+
+With --offline no weights and no NPU are needed. Copy the cache folder to the machine that has them (modes that let
+others write are refused there): a process with the same model, call, options and versions hits, another is told what
+differs. Checked here: capture, every pass, torchair's lowering. Not checked here: that the device's graph compiler
+takes the graph, which it compiles at the first call there, the kernels themselves, and times.
 """
 
 _EXAMPLES = """\
@@ -48,11 +53,32 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Compile and print the report; 0 when torchair has compiled the graph."""
     compiled = compile_phase(args, dump_dir=args.dump_dir)
+    offline = _offline(args, compiled) if args.offline and not args.no_cache else {}
     if args.json:
-        print_json(compiled.report.to_dict())
+        print_json(compiled.report.to_dict() | ({"offline": offline} if offline else {}))
     else:
-        console(args).print(compiled.report)
+        screen = console(args)
+        screen.print(compiled.report)
+        if offline:
+            screen.print(f"for other machines: {offline['entry']}\n  needs there: {offline['needs']}\n"
+                         f"  checked here: {offline['checked']}\n  not checked here: {offline['not_checked']}",
+                         soft_wrap=True, markup=False)
     return 0
+
+
+def _offline(args: argparse.Namespace, compiled: Compiled) -> dict[str, str]:
+    """Where the entry is, what a machine needs to load it, and what is known about it."""
+    from cannopy.backend.cache.folder import absolute, entry_path
+
+    artifact = compiled.model.artifact
+    details = artifact.fingerprint.details
+    needs = {**details["target"], **details["versions"]}
+    return {
+        "entry": str(entry_path(absolute(args.cache_dir), artifact.model_class, artifact.fingerprint.key)),
+        "needs": ", ".join(f"{name} {value}" for name, value in sorted(needs.items())),
+        "checked": "capture, passes, torchair's lowering",
+        "not_checked": "the device's graph compiler, which works at the first call there; its kernels; times",
+    }
 
 
 def compile_phase(args: argparse.Namespace, dump_dir: Path | None = None, use_cache: bool | None = None) -> Compiled:

@@ -9,7 +9,9 @@ from cannopy.fusion_rules.lift import rms_norm as lift_rms_norm
 from cannopy.fusion_rules.lift import rotary as lift_rotary
 from cannopy.fusion_rules.lower import add_rms_norm, interleave_rope, rms_norm, rotary_mul
 from cannopy.fusion_rules.rewrite import (
+    fused_infer_attention,
     mla_prolog,
+    mla_prolog_dense,
     moe_experts,
     moe_experts_batched,
     moe_gating_top_k,
@@ -27,13 +29,15 @@ LIFT: tuple[Rule, ...] = (
 
 REWRITE: tuple[Rule, ...] = (
     sparse_flash_attention.RULE,
+    fused_infer_attention.RULE,
     mla_prolog.RULE,
+    mla_prolog_dense.RULE,
     *moe_gating_top_k.RULES,
     *moe_experts.RULES,
     *moe_experts_batched.RULES,
     *swiglu.RULES,
 )
-"""Composites to fused ops. The MLA prolog needs the sparse attention to read its caches; the experts read the ids of
+"""Composites to fused ops. The MLA prolog needs the fused attention to read its caches; the experts read the ids of
 the fused router, and their own gate and up products are theirs before `swiglu` looks for pairs of linears."""
 
 LOWER: tuple[Rule, ...] = (add_rms_norm.RULE, rms_norm.RULE, rotary_mul.RULE, interleave_rope.RULE)

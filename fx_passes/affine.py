@@ -1,16 +1,18 @@
 """What integer and mask tensors hold, proven from the graph: affine functions of their indices.
 
-An integer tensor is ``const + sum coef[d] * index[d] + sum symbol``, a symbol being a one-element tensor of
-the graph (a cache counter). A mask is a conjunction of inequalities ``affine >= 0``. Whatever is not provably of
-that form has no value here, so a padding mask, a window or a custom mask is never taken for a causal one.
+An integer tensor is ``const + sum coef[d] * index[d] + sum symbol + sum row[index[axis]]``, a symbol being a tensor of
+the graph with one element (a cache counter), a row one with one dim (lengths of requests). A mask is a conjunction of
+inequalities ``affine >= 0``. Whatever is not provably of that form has no value here, so a padding mask, a window or a
+custom mask is never taken for a causal one.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TypeVar, cast
 
 import torch
 from torch import fx
@@ -28,30 +30,46 @@ INTEGERS = (torch.int64, torch.int32)
 
 @dataclass(frozen=True)
 class Affine:
-    """``const + sum(coefs[d] * index[d]) + sum(count * symbol)`` over a tensor of rank ``len(coefs)``."""
+    """``const + sum(coefs[d] * index[d]) + sum(count * symbol) + sum(count * row[index[axis]])``, rank ``len(coefs)``.
+
+    ``rows`` are ((row, axis), count); the axis counts from the last dim, which is -1.
+    """
 
     coefs: tuple[int, ...]
     const: int = 0
     symbols: tuple[tuple[fx.Node, int], ...] = ()
+    rows: tuple[tuple[tuple[fx.Node, int], int], ...] = ()
 
     def plus(self, other: Affine, sign: int = 1) -> Affine:
         """self + sign * other; ranks are aligned at the last dim as broadcasting does."""
         rank = max(len(self.coefs), len(other.coefs))
         a = (0,) * (rank - len(self.coefs)) + self.coefs
         b = (0,) * (rank - len(other.coefs)) + other.coefs
-        counts: Counter[fx.Node] = Counter(dict(self.symbols))
-        for node, count in other.symbols:
-            counts[node] += sign * count
-        symbols = tuple((n, c) for n, c in counts.items() if c)
         return Affine(
-            tuple(x + sign * y for x, y in zip(a, b, strict=True)), self.const + sign * other.const, symbols
+            tuple(x + sign * y for x, y in zip(a, b, strict=True)), self.const + sign * other.const,
+            _summed(self.symbols, other.symbols, sign), _summed(self.rows, other.rows, sign),
         )
+
+    def aligned(self, rank: int) -> Affine:
+        """The same over a tensor with more leading dims, ``rank`` in all."""
+        return replace(self, coefs=(0,) * (rank - len(self.coefs)) + self.coefs)
 
     def minimum(self, size: tuple[int, ...]) -> int | None:
         """The smallest value over all indices of a tensor of ``size``; None when it depends on a symbol."""
-        if self.symbols:
+        if self.symbols or self.rows:
             return None
         return self.const + sum(min(0, c * (n - 1)) for c, n in zip(self.coefs, size, strict=True))
+
+
+Key = TypeVar("Key")
+
+
+def _summed(a: Iterable[tuple[Key, int]], b: Iterable[tuple[Key, int]], sign: int) -> tuple[tuple[Key, int], ...]:
+    """a + sign * b by key, without what cancels."""
+    counts: Counter[Key] = Counter(dict(a))
+    for key, count in b:
+        counts[key] += sign * count
+    return tuple((k, c) for k, c in counts.items() if c)
 
 
 @dataclass(frozen=True)
@@ -79,7 +97,7 @@ def mask(node: object) -> Mask | None:
     size = shape(node)
     open_terms = []
     for term in value.terms:
-        padded = Affine((0,) * (len(size) - len(term.coefs)) + term.coefs, term.const, term.symbols)
+        padded = term.aligned(len(size))
         low = padded.minimum(size)
         if low is None or low < 0:
             open_terms.append(padded)
@@ -88,10 +106,14 @@ def mask(node: object) -> Mask | None:
 
 @dataclass(frozen=True)
 class Causal:
-    """Key j is visible to query i where ``j <= i + past``, with ``past = symbol + const`` (symbol may be None)."""
+    """Key j is visible to query i where ``j <= i + past``, with ``past = symbol + const`` (symbol may be None).
+
+    ``by_request``: the symbol has one number for each entry of the mask's first dim.
+    """
 
     symbol: fx.Node | None
     const: int
+    by_request: bool = False
 
 
 def causal(node: object, queries: int, keys: int) -> Causal | str:
@@ -114,8 +136,13 @@ def causal(node: object, queries: int, keys: int) -> Causal | str:
     query_step = term.coefs[-2] if size[-2] != 1 else 1
     if any(steps) or (query_step, term.coefs[-1]) != (1, -1):
         return f"mask {node} is not of the form key <= query + past (coefficients {term.coefs})"
-    if len(term.symbols) > 1 or any(count != 1 for _, count in term.symbols):
-        return f"mask {node} depends on {len(term.symbols)} lengths"
+    if len(term.symbols) + len(term.rows) > 1 or any(count != 1 for _, count in (*term.symbols, *term.rows)):
+        return f"mask {node} depends on {len(term.symbols) + len(term.rows)} lengths"
+    if term.rows:
+        (row, axis), _ = term.rows[0]
+        if axis != -len(size) or len(size) < 3:
+            return f"mask {node} has a length for each entry of dim {len(size) + axis}, not for each request"
+        return Causal(row, term.const, by_request=True)
     return Causal(term.symbols[0][0] if term.symbols else None, term.const)
 
 
@@ -141,6 +168,8 @@ def _node(node: fx.Node, memo: dict[fx.Node, Value | None]) -> Value | None:
                 return found
     if kind in INTEGERS and math.prod(size) == 1:
         return Affine((0,) * len(size), 0, ((node, 1),))
+    if kind in INTEGERS and len(size) == 1:
+        return Affine((0,), 0, (), (((node, -1), 1),))
     return None
 
 
@@ -194,7 +223,7 @@ def _logic(node: fx.Node, memo: dict[fx.Node, Value | None]) -> Value | None:
         a, b = (_evaluate(x, memo) for x in node.args[:2])
         if isinstance(a, Mask) and isinstance(b, Mask):
             rank = len(shape(node))
-            return Mask(rank, tuple(_aligned(t, rank) for t in (*a.terms, *b.terms)))
+            return Mask(rank, tuple(t.aligned(rank) for t in (*a.terms, *b.terms)))
     if is_call(node, aten.bitwise_not.default, aten.logical_not.default):
         inner = _evaluate(node.args[0], memo)
         if isinstance(inner, Mask) and len(inner.terms) == 1:
@@ -220,10 +249,6 @@ def very_negative(value: object) -> bool:
     return isinstance(value, int | float) and value <= VERY_NEGATIVE
 
 
-def _aligned(term: Affine, rank: int) -> Affine:
-    return Affine((0,) * (rank - len(term.coefs)) + term.coefs, term.const, term.symbols)
-
-
 def _moved(node: fx.Node, memo: dict[fx.Node, Value | None]) -> Value | None:
     """reshape that only adds or drops dims of size 1, expand, permute, slice, select, clone."""
     moves = (aten.reshape.default, aten.view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default,
@@ -235,7 +260,7 @@ def _moved(node: fx.Node, memo: dict[fx.Node, Value | None]) -> Value | None:
     if isinstance(inner, Affine):
         return _move(node, source, inner)
     if isinstance(inner, Mask):
-        terms = [_move(node, source, _aligned(t, len(shape(source)))) for t in inner.terms]
+        terms = [_move(node, source, t.aligned(len(shape(source)))) for t in inner.terms]
         if all(t is not None for t in terms):
             return Mask(len(shape(node)), tuple(t for t in terms if t is not None))
     return None
@@ -246,21 +271,29 @@ def _move(node: fx.Node, source: fx.Node, value: Affine) -> Affine | None:
     coefs = tuple(c if n != 1 else 0 for c, n in zip(value.coefs, old, strict=True))
     if is_call(node, aten.clone.default):
         return value
-    if is_call(node, aten.permute.default, aten.transpose.int):
-        return Affine(tuple(coefs[d] for d in permutation(node)), value.const, value.symbols)
     if is_call(node, aten.slice.Tensor):
         dim, start, _, step = bounds(node)
+        if (start, step, new[dim]) != (0, 1, old[dim]) and any(axis == dim - len(old) for (_, axis), _ in value.rows):
+            return None
         scaled = tuple(c * step if d == dim else c for d, c in enumerate(coefs))
-        return Affine(scaled, value.const + coefs[dim] * start, value.symbols)
-    if is_call(node, aten.select.int):
-        dim = cast(int, node.args[1]) % len(old)
-        index = cast(int, node.args[2]) % old[dim]
-        rest = tuple(c for d, c in enumerate(coefs) if d != dim)
-        return Affine(rest, value.const + coefs[dim] * index, value.symbols)
+        return replace(value, coefs=scaled, const=value.const + coefs[dim] * start)
     if is_call(node, aten.expand.default):
-        return Affine((0,) * (len(new) - len(old)) + coefs, value.const, value.symbols)
-    wide = [(n, c) for n, c in zip(old, coefs, strict=True) if n != 1]
-    if [n for n, _ in wide] != [n for n in new if n != 1]:
+        return replace(value, coefs=(0,) * (len(new) - len(old)) + coefs)
+    shift = 0
+    if is_call(node, aten.permute.default, aten.transpose.int):
+        origins: list[int | None] = list(permutation(node))
+    elif is_call(node, aten.select.int):
+        dim = cast(int, node.args[1]) % len(old)
+        origins = [d for d in range(len(old)) if d != dim]
+        shift = coefs[dim] * (cast(int, node.args[2]) % old[dim])
+    else:
+        wide = [d for d, n in enumerate(old) if n != 1]
+        if [old[d] for d in wide] != [n for n in new if n != 1]:
+            return None
+        left = iter(wide)
+        origins = [None if n == 1 else next(left) for n in new]
+    places = {d - len(old): at - len(new) for at, d in enumerate(origins) if d is not None}
+    if any(axis not in places for (_, axis), _ in value.rows):
         return None
-    left = iter(c for _, c in wide)
-    return Affine(tuple(0 if n == 1 else next(left) for n in new), value.const, value.symbols)
+    rows = tuple(((row, places[axis]), count) for (row, axis), count in value.rows)
+    return Affine(tuple(0 if d is None else coefs[d] for d in origins), value.const + shift, value.symbols, rows)

@@ -72,6 +72,7 @@ def _at(rule: Rule, node: fx.Node, context: Context, log: Log) -> int:
         rule.rewrite(match, context)
     order.settle([*made[start:], *touched[first:]])
     log.hit(_hit(rule, match, [n.name for n in made[start:]]))
+    log.settle(rule.supersedes, node.name)
     return 1
 
 

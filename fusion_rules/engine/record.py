@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +119,10 @@ class Log:
     def hit(self, hit: Hit) -> None:
         """Note an application."""
         self.hits.append(hit)
+
+    def settle(self, rules: Collection[str], anchor: str) -> None:
+        """Forget the attempts of ``rules`` at ``anchor``: another rule has made that result."""
+        self.attempts[:] = [m for m in self.attempts if m.anchor != anchor or m.rule not in rules]
 
     def counts(self) -> dict[str, int]:
         """Applications per rule."""

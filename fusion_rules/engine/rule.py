@@ -64,6 +64,7 @@ class Rule:
     ``near`` is the number of matched operations from which a failed match is reported as a miss. ``core`` is the part
     of the pattern that makes the formula recognisable; where it matches outside of any match of the rule, what
     should follow it is missing, and that is a miss too. With `NEVER`, an attempt that has the core's operation is near.
+    ``supersedes`` names rules whose failed attempts at a result no longer matter where this one makes that result.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Rule:
     kernel: str = ""
     near: int = 3
     core: Op | None = None
+    supersedes: tuple[str, ...] = ()
 
     @property
     def anchors(self) -> tuple[Any, ...]:

@@ -6,12 +6,16 @@ that block b of request r is block ``r * L / block + b`` (block table = identity
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import fx
 
 from cannopy.fusion_rules.engine.rule import Context, Refusal
 from cannopy.fx_passes.affine import Causal
-from cannopy.fx_passes.graph import aten, shape
+from cannopy.fx_passes.graph import aten, dtype, shape
+from cannopy.fx_passes.packed import Packed
+from cannopy.fx_passes.weight_plan import derived
 
 DEFAULT_BLOCK = 128
 BLOCK_STEP, BLOCK_MAX = 16, 1024  # op-plugin docs of npu_mla_prolog_v3 and npu_sparse_flash_attention
@@ -41,21 +45,25 @@ def block_refusal(reason: str, cache: fx.Node, length: int) -> Refusal:
                    f"make max_cache_len a multiple of {DEFAULT_BLOCK}")
 
 
-def key_lengths(ctx: Context, past: Causal, batch: int, queries: int) -> fx.Node:
-    """int32 [B]: keys visible to the last query of each request, ``past + S``."""
+def key_lengths(
+    ctx: Context, past: Causal, batch: int, queries: int, kind: torch.dtype = torch.int32
+) -> fx.Node:
+    """[B] of dtype ``kind``: keys visible to the last query of each request, ``past + S``."""
     call = ctx.editor.call
     if past.symbol is None:
-        return call(aten.full.default, [batch], past.const + queries, dtype=torch.int32, device=_device(ctx))
-    one = ctx.editor.reshape(past.symbol, [1])
-    length = call(aten.add.Tensor, one, past.const + queries)
-    narrow = call(aten._to_copy.default, length, dtype=torch.int32)
-    return narrow if batch == 1 else call(aten.expand.default, narrow, [batch])
+        return call(aten.full.default, [batch], past.const + queries, dtype=kind, device=_device(ctx))
+    length = ctx.editor.reshape(past.symbol, [batch if past.by_request else 1])
+    if past.const + queries:
+        length = call(aten.add.Tensor, length, past.const + queries)
+    if dtype(length) != kind:
+        length = call(aten._to_copy.default, length, dtype=kind)
+    return ctx.editor.expand(length, [batch])
 
 
-def query_ends(ctx: Context, batch: int, queries: int) -> fx.Node:
-    """int32 [B]: cumulative numbers of query tokens (layout TND)."""
+def query_ends(ctx: Context, batch: int, queries: int, kind: torch.dtype = torch.int32) -> fx.Node:
+    """[B] of dtype ``kind``: cumulative numbers of query tokens (layout TND)."""
     return ctx.editor.call(
-        aten.arange.start_step, queries, batch * queries + 1, queries, dtype=torch.int32, device=_device(ctx)
+        aten.arange.start_step, queries, batch * queries + 1, queries, dtype=kind, device=_device(ctx)
     )
 
 
@@ -63,6 +71,38 @@ def block_table(ctx: Context, batch: int, length: int, block: int) -> fx.Node:
     """int32 [B, L / block]: the identity."""
     flat = ctx.editor.call(aten.arange.default, batch * length // block, dtype=torch.int32, device=_device(ctx))
     return ctx.editor.reshape(flat, [batch, length // block])
+
+
+def packed_ends(
+    ctx: Context, seen: Causal | Packed | None, batch: int, queries: int, keys: int
+) -> tuple[fx.Node, fx.Node]:
+    """int64 running sums of the queries and of the keys of each request, for B · S packed queries and B · T keys.
+
+    The operator wants sums that end at the number of rows, and the last query of a request to see its last key. Where
+    rows of a cache lie behind that key, they form a request of their own, which has no query.
+    """
+    call, device = ctx.editor.call, _device(ctx)
+    if isinstance(seen, Packed):
+        ends = call(aten.add.Tensor, seen.ends, -seen.shift) if seen.shift else seen.ends
+        ends = ends if dtype(ends) == torch.int64 else call(aten._to_copy.default, ends, dtype=torch.int64)
+        ends = call(aten.clamp.default, ctx.editor.reshape(ends, [math.prod(shape(ends))]), 0, queries)
+        ordered = ctx.editor.item(call(aten.sort.default, ends), 0)
+        last = call(aten.full.default, [1], queries, dtype=torch.int64, device=device)
+        both = call(aten.cat.default, [ordered, last], 0)
+        return both, both
+    if seen is None:
+        return tuple(query_ends(ctx, batch, n, torch.int64) for n in (queries, keys))  # type: ignore[return-value]
+    starts = call(aten.arange.start_step, 0, batch * keys, keys, dtype=torch.int64, device=device)
+    used = call(aten.add.Tensor, starts, key_lengths(ctx, seen, batch, queries, torch.int64))
+    ends = call(aten.cat.default, [ctx.editor.reshape(x, [batch, 1]) for x in (used, query_ends(
+        ctx, batch, keys, torch.int64))], 1)
+    twice = ctx.editor.expand(ctx.editor.reshape(query_ends(ctx, batch, queries, torch.int64), [batch, 1]), [batch, 2])
+    return tuple(ctx.editor.reshape(x, [2 * batch]) for x in (twice, ends))  # type: ignore[return-value]
+
+
+def causal_mask(ctx: Context) -> fx.Node:
+    """bool [2048, 2048]: what sparse_mode 3 of the fused attention wants, once for the whole graph."""
+    return derived(ctx.program, ctx.editor, "causal_mask", [], "torch.ones(2048, 2048, dtype=torch.bool).triu(1)")
 
 
 def slots(ctx: Context, index: fx.Node, batch: int, length: int) -> fx.Node:

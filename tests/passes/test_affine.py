@@ -138,7 +138,22 @@ def test_a_padding_mask_is_refused() -> None:
     assert "padding" in found
 
 
-def test_lengths_per_request_are_refused() -> None:
-    found = _mask(lambda past: torch.arange(KEYS) <= torch.arange(QUERIES)[:, None] + past[:, None, None],
+def test_lengths_per_request_are_proven() -> None:
+    found = _mask(lambda past: torch.arange(KEYS) <= torch.arange(QUERIES)[:, None] + past[:, None, None] - 1,
                   torch.tensor([3, 5]))
-    assert isinstance(found, str)
+    assert isinstance(found, Causal), found
+    assert (found.by_request, found.const) == (True, -1)
+    packed = _mask(lambda n, table: torch.arange(KEYS)[None, None, None] <= (n[:, None] - QUERIES + torch.arange(
+        QUERIES)).view(2, 1, QUERIES, 1), torch.tensor([3, 5]), torch.zeros(2, 1))
+    assert isinstance(packed, Causal), packed
+    assert (packed.by_request, packed.const) == (True, -QUERIES)
+
+
+@pytest.mark.parametrize("fn", [
+    lambda n: torch.arange(KEYS) <= torch.arange(QUERIES)[:, None] + n[:, None],  # a length per query
+    lambda n: torch.arange(KEYS) <= torch.arange(QUERIES)[:, None] + n.flip(0)[None, :, None, None] - n[:1],
+    lambda n: torch.arange(KEYS) <= torch.arange(QUERIES)[:, None] + 2 * n[:, None, None],
+    lambda n: torch.arange(KEYS) <= torch.arange(QUERIES)[:, None] + n[:, None, None] + n[None, :, None],
+])
+def test_other_rows_of_lengths_are_refused(fn: Callable[..., torch.Tensor]) -> None:
+    assert isinstance(_mask(fn, torch.tensor([3, 5, 4])), str)

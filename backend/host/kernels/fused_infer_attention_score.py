@@ -77,7 +77,7 @@ def _rows(tensor: torch.Tensor, layout: str, heads: int = 0) -> torch.Tensor:
         case "NTD":
             return tensor.transpose(0, 1).contiguous()
         case "PAGED":
-            return tensor.unflatten(-1, (heads, -1))
+            return tensor.reshape(*tensor.shape[:-1], heads, tensor.shape[-1] // heads)
     return tensor
 
 

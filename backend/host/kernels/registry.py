@@ -55,7 +55,7 @@ KERNELS: tuple[Kernel, ...] = (
 """The function's name is the op's name."""
 
 TORCHAIR: tuple[Kernel, ...] = (npu_fused_infer_attention_score_v2,)
-"""Kernels of ops that torchair defines a second time, in its namespace ``air``, for graphs; its own CPU kernels raise."""
+"""Kernels of ops that torchair defines a second time, in its namespace ``air``; its own CPU kernels only raise."""
 
 
 class HostKernelsError(RuntimeError):

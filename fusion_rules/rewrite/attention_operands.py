@@ -1,0 +1,167 @@
+"""What the operands of an attention are: parts put together along the head dim, repeated heads, rows of a cache.
+
+Positions of elements are compared as strided views (`fx_passes.strides`), so that every spelling with the same
+rearrangement counts: heads before or behind the tokens, one batch dim or packed tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from torch import fx
+
+from cannopy.fusion_rules.engine.match import Match
+from cannopy.fusion_rules.engine.rule import Context, Refusal
+from cannopy.fusion_rules.engine.stop import describe
+from cannopy.fx_passes.affine import Causal, causal
+from cannopy.fx_passes.graph import aten, is_call, shape
+from cannopy.fx_passes.packed import Packed, packed
+from cannopy.fx_passes.strides import View, view
+
+SWAP = [0, 2, 1, 3]
+Visible = Causal | Packed | None
+"""Which keys a query sees: those up to its own position, those of its own prompt up to itself, or all (None)."""
+
+
+def visible(match: Match) -> Visible | Refusal:
+    """What the mask of ``match``, an attention over [B, N, S, T], shows each query; a refusal when that is unproven."""
+    mask, queries, keys = match["mask"], shape(match["q"])[2], shape(match["k"])[2]
+    if mask is None:
+        return Causal(None, 0) if match["is_causal"] else None
+    if match["is_causal"]:
+        return Refusal("the attention has a mask and is_causal at once", match.anchor, "mask", "one of both", "both",
+                       "leave is_causal out where a mask is given")
+    found = packed(mask, queries) if queries == keys else None
+    reason = found or causal(mask, queries, keys)
+    if isinstance(reason, str):
+        return Refusal(reason, mask, "mask", "a mask that is causal by position", describe(mask),
+                       "leave the causal mask to the model: no padding, sliding window, bias or other mask on top")
+    if isinstance(reason, Causal) and reason.symbol is None and reason.const < 0:
+        return Refusal("the first query sees no key", mask, "mask", "key <= query + past, past >= 0",
+                       f"past = {reason.const}", "let each query see at least its own key")
+    return reason
+
+
+@dataclass(frozen=True)
+class Split:
+    """A value that is ``parts`` side by side in its last dim; ``chain`` rearranges the other dims, outermost first."""
+
+    parts: tuple[fx.Node, ...]
+    chain: tuple[fx.Node, ...]
+
+    def view(self, part: int) -> View | None:
+        """The part as it stands in the value."""
+        found: View | None = view(self.parts[part])
+        for move in reversed(self.chain):
+            if found is None:
+                return None
+            if is_call(move, aten.permute.default):
+                found = found.permute(cast("list[int]", move.args[1]))
+            else:
+                found = found.reshape((*shape(move)[:-1], found.size[-1]))
+        return found
+
+    def emit(self, ctx: Context, part: int) -> fx.Node:
+        """The node of the part as it stands in the value."""
+        node = self.parts[part]
+        for move in reversed(self.chain):
+            if is_call(move, aten.permute.default):
+                node = ctx.editor.call(aten.permute.default, node, move.args[1])
+            else:
+                node = ctx.editor.reshape(node, (*shape(move)[:-1], shape(node)[-1]))
+        return node
+
+
+def split(node: fx.Node) -> Split | None:
+    """The two parts of a concatenation along the last dim behind permutes and reshapes that leave that dim alone."""
+    chain: list[fx.Node] = []
+    while is_call(node, aten.permute.default, aten.reshape.default):
+        source = cast(fx.Node, node.args[0])
+        kept = shape(source)[-1:] == shape(node)[-1:]
+        if is_call(node, aten.permute.default):
+            kept = cast("list[int]", node.args[1])[-1] == len(shape(node)) - 1
+        if not kept:
+            return None
+        chain.append(node)
+        node = source
+    if not is_call(node, aten.cat.default) or node.args[1] not in (-1, len(shape(node)) - 1):
+        return None
+    parts = cast("Sequence[fx.Node]", node.args[0])
+    return Split(tuple(parts), tuple(chain)) if len(parts) == 2 else None
+
+
+def own_heads(node: fx.Node) -> fx.Node:
+    """[B, K, T, D] where ``node`` [B, N, T, D] is each of its heads N / K times in a row, else ``node``."""
+    if not is_call(node, aten.reshape.default):
+        return node
+    wide = node.args[0]
+    if not is_call(wide, aten.expand.default):
+        return node
+    narrow = cast(fx.Node, cast(fx.Node, wide).args[0])
+    if not is_call(narrow, aten.reshape.default):
+        return node
+    source = cast(fx.Node, narrow.args[0])
+    size, repeated = shape(source), shape(cast(fx.Node, wide))
+    if len(size) != 4 or shape(narrow) != (*size[:2], 1, *size[2:]) or len(repeated) != 5:
+        return node
+    groups = repeated[2]
+    wanted = (size[0], size[1] * groups, *size[2:])
+    return source if repeated == (*size[:2], groups, *size[2:]) and shape(node) == wanted else node
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Rows of requests in a cache: ``new`` is what it holds after this step's write.
+
+    With ``table`` (the model's block table [B, blocks per request]) the rows of request b stand in blocks
+    ``table[b]`` of ``block`` rows; without, they stand behind each other, request after request.
+    """
+
+    new: fx.Node
+    table: fx.Node | None
+    block: int
+
+
+def cached(rows: View) -> Cache | None:
+    """The cache whose rows a contiguous view [B, L, D] has, all of them in order; None when there is none."""
+    batch, length, width = rows.size
+    if not rows.matches(rows.size, (length * width, width, 1)):
+        return None
+    source = rows.source
+    if is_call(source, aten.index_copy.default):
+        whole = math.prod(shape(source)) == batch * length * width
+        return Cache(source, None, 0) if whole else None
+    if not is_call(source, aten.index.Tensor) or math.prod(shape(source)) != batch * length * width:
+        return None
+    pages, indices = cast(fx.Node, source.args[0]), cast("Sequence[object]", source.args[1])
+    table = indices[0] if len(indices) == 1 else None
+    if not isinstance(table, fx.Node) or len(shape(table)) != 2 or len(shape(pages)) < 3:
+        return None
+    blocks = shape(pages)
+    if (shape(table)[0], shape(table)[1] * blocks[1], math.prod(blocks[2:])) != (batch, length, width):
+        return None
+    behind = view(pages)
+    whole = behind == View.whole(behind.source).reshape(blocks)
+    return Cache(behind.source, table, blocks[1]) if whole and is_call(behind.source, aten.index_copy.default) else None
+
+
+def rows(ctx: Context, node: fx.Node, seen: View | None = None) -> fx.Node:
+    """[B, N, S, D] as [B · S, N, D], cut from a value with the tokens first where it comes from one.
+
+    ``seen`` is the view that ``node`` is, when that is known already.
+    """
+    batch, heads, tokens, dim = shape(node)
+    found = seen or view(node)
+    step = found.stride[1] if heads > 1 else 0
+    wide = math.prod(shape(found.source))
+    if step and wide == batch * tokens * heads * step and found.matches(
+        (batch, heads, tokens, dim), (tokens * heads * step, step, heads * step, 1), found.offset
+    ) and found.offset + dim <= step:
+        whole = ctx.editor.reshape(found.source, [batch * tokens, heads, step])
+        if step == dim:
+            return whole
+        return ctx.editor.call(aten.slice.Tensor, whole, 2, found.offset, found.offset + dim, 1)
+    return ctx.editor.reshape(ctx.editor.call(aten.permute.default, node, SWAP), [batch * tokens, heads, dim])

@@ -102,7 +102,7 @@ def test_an_error_that_is_not_ours_keeps_its_trace(tmp_path):
 
 def test_cache_of_an_empty_folder(capsys, tmp_path: Path):
     assert _exit_code(["cache", "ls", "--cache-dir", str(tmp_path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"ok": True, "entries": []}
+    assert json.loads(capsys.readouterr().out) == {"ok": True, "bytes": 0, "entries": []}
     assert _exit_code(["cache", "prune", "--all", "--cache-dir", str(tmp_path)]) == 0
     assert "removed 0" in capsys.readouterr().out
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .fake_calls import FakeCalls
 from .twin import fake_copy
 
 _LARGEST_CONSTANT = 1 << 16
@@ -77,7 +78,7 @@ def record(
         layer.register_forward_pre_hook(recorder.entering(name), prepend=True)
         layer.register_forward_hook(recorder.leaving(name))
     try:
-        with mode, torch.no_grad(), recorder:
+        with mode, FakeCalls(mode), torch.no_grad(), recorder:
             result = getattr(twin, method)(*twin_args, **twin_kwargs)
     except IrregularError:
         raise

@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from ..fx_passes import calls
 from ..fx_passes.program import InputSpec, Program
@@ -169,6 +170,8 @@ def _sharing_storage(tensors: list[torch.Tensor], paths: list[str]) -> list[str]
 def _finish(lowered: fx.GraphModule, kept: list[int], paths: list[str]) -> fx.GraphModule:
     """A copy of AOT's graph with the outputs ``kept``, no asserts, annotated nodes and no random numbers.
 
+    Its code is written when it is first called or read, not each time that the graph changes.
+
     Placeholders are named after their paths: ``kwargs['cache'].layers[0].keys`` → ``kwargs_cache_layers_0_keys``.
     """
     graph = copy.deepcopy(lowered.graph)
@@ -188,7 +191,7 @@ def _finish(lowered: fx.GraphModule, kept: list[int], paths: list[str]) -> fx.Gr
     for node in graph.nodes:
         _refuse_randomness(node)
     graph.lint()
-    return fx.GraphModule(lowered, graph, class_name="Captured")
+    return _LazyGraphModule(lowered, graph, class_name="Captured")
 
 
 def _refuse_randomness(node: fx.Node) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..fx_passes.collection import no_collection
 from ..fx_passes.paths import Path, PathLookupError, Step, parse_path
 from ..fx_passes.program import InputSpec, OutputSpec, Program
 from ..fx_passes.regions import REGIONS, Copy, Region, Regions, layer_of, renamed
@@ -71,9 +72,10 @@ def capture(
     if on_meta(model):
         model, args, kwargs = fake_copy((model, args, kwargs), FakeTensorMode())
     try:
-        small = fold(model, method, args, kwargs)
-        program = capture_whole(small.model, method, args, kwargs)
-        regions = _bind(program, small, _Call(model, args, kwargs))
+        with no_collection():
+            small = fold(model, method, args, kwargs)
+            program = capture_whole(small.model, method, args, kwargs)
+            regions = _bind(program, small, _Call(model, args, kwargs))
     except (IrregularError, CaptureError) as e:
         # A fault of the model comes up again where all layers are captured, and names the right one.
         return whole(model, method, args, kwargs, str(e).splitlines()[0])

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import experts, failures
 from .errors import CaptureError
+from .fake_calls import FakeCalls
 from .twin import fake_copy, on_meta
 
 
@@ -87,7 +88,7 @@ def _run_on_fakes(
     model = experts.capturable(model, verify=False).model
     twin, twin_args, twin_kwargs, twin_layers = fake_copy((model, args, dict(kwargs), layers), mode)
     try:
-        with mode, _AnyGroupedMm(), torch.no_grad():
+        with mode, FakeCalls(mode), _AnyGroupedMm(), torch.no_grad():
             getattr(twin, method)(*twin_args, **twin_kwargs)
     except Exception as e:  # whatever the model raises on fakes: a data-dependent branch, a missing operator
         # When every layer has its tensors the shapes are known; capture will meet the fault itself and name it.

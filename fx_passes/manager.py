@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import fx
 
 from cannopy.fx_passes import dump, regions
+from cannopy.fx_passes.collection import no_collection
 from cannopy.fx_passes.graph import where
 from cannopy.fx_passes.program import Program
 from cannopy.fx_passes.snapshot import Snapshot
@@ -90,7 +89,7 @@ class PassManager:
 
     def run(self, program: Program) -> list[PassRecord]:
         """Run every pass. Raises `PassError` with the program as it was before the pass that failed."""
-        with _no_collection():
+        with no_collection():
             return self._run(program)
 
     def _run(self, program: Program) -> list[PassRecord]:
@@ -99,8 +98,10 @@ class PassManager:
         if folder is not None:
             folder.write(program, 0, "captured")
         records = []
+        size = regions.size(program)
         for number, step in enumerate(self.passes, 1):
-            record = _run(step, program, verifier)
+            record = _run(step, program, verifier, size)
+            size = record.nodes_after
             records.append(record)
             if folder is not None and record.changes:
                 folder.write(program, number, step.name)
@@ -118,18 +119,6 @@ class PassManager:
         return verifier
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Without searches for reference cycles: nodes live on, and each search looks at all there are."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def _check_order(passes: Sequence[Pass], given: frozenset[str]) -> None:
     ensured = set(given)
     for index, step in enumerate(passes):
@@ -140,9 +129,8 @@ def _check_order(passes: Sequence[Pass], given: frozenset[str]) -> None:
         ensured |= step.ensures
 
 
-def _run(step: Pass, program: Program, verifier: Verifier | None) -> PassRecord:
+def _run(step: Pass, program: Program, verifier: Verifier | None, size: int) -> PassRecord:
     before = Snapshot(program)
-    whole = regions.size(program)
     start = time.perf_counter()
     try:
         changes = step.run(program)
@@ -159,4 +147,5 @@ def _run(step: Pass, program: Program, verifier: Verifier | None) -> PassRecord:
         node = getattr(e, "node", None)
         raise PassError(step.name, "run", node if isinstance(node, fx.Node) else None, "the pass to complete",
                         f"{type(e).__name__}: {e}") from e
-    return PassRecord(step.name, seconds, whole, regions.size(program), changes)
+    after = regions.size(program) if changes or verifier is None else size
+    return PassRecord(step.name, seconds, size, after, changes)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from cannopy.fusion_rules.engine.record import Hit, Log, Miss
+from cannopy.fx_passes.collection import no_collection
 from cannopy.fx_passes.regions import Regions, layer_of, prefix_of, renamed
 
 Entry = TypeVar("Entry", Hit, Miss)
@@ -15,12 +16,17 @@ Entry = TypeVar("Entry", Hit, Miss)
 def expand(log: Log, regions: Regions) -> None:
     """Add to ``log`` the entries of copied layers, each behind that of the template.
 
-    A node of a copy is called as in the template, with its layer behind it: ``mul_12@17``.
+    A node of a copy is called as in the template, with its layer behind it: ``mul_12@17``. Of the attempts only those
+    stay that `Log.places` gives: what stands for a place of the template stands for that place of each copy.
     """
-    for region in regions.found:
-        prefixes = [copy.prefixes for copy in region.copies]
-        log.hits = [one for hit in log.hits for one in (hit, *_copies(hit, region.template, prefixes))]
-        log.attempts = [one for miss in log.attempts for one in (miss, *_copies(miss, region.template, prefixes))]
+    if not regions.found:
+        return
+    log.attempts = log.places()
+    with no_collection():
+        for region in regions.found:
+            prefixes = [copy.prefixes for copy in region.copies]
+            log.hits = [one for hit in log.hits for one in (hit, *_copies(hit, region.template, prefixes))]
+            log.attempts = [one for miss in log.attempts for one in (miss, *_copies(miss, region.template, prefixes))]
 
 
 def _copies(entry: Entry, template: tuple[str, ...], copies: list[Mapping[str, str]]) -> list[Entry]:

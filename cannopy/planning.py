@@ -10,12 +10,13 @@ from typing import Any, cast
 
 from cannopy.errors import CannopyError
 from cannopy.fx_passes.program import Program
+from cannopy.fx_passes.snapshot import Snapshot
 from cannopy.pipeline_text import Stage
 from cannopy.stream_scheduler import emission, verifier
 from cannopy.stream_scheduler.bounds import bounds
 from cannopy.stream_scheduler.constants import load_constants
 from cannopy.stream_scheduler.graph_cost import schedule_of
-from cannopy.stream_scheduler.hardware import Hardware, load_hardware
+from cannopy.stream_scheduler.hardware import load_hardware
 from cannopy.stream_scheduler.network.pricing import Pricing
 from cannopy.stream_scheduler.plan import Decision, Pins, Plan, PlanError, Switch, serial_plan, to_schedule
 from cannopy.stream_scheduler.scheduler import ScheduleOptions, schedule
@@ -90,12 +91,17 @@ def run(program: Program, stage: Stage, target: str, plan_file: Path | None) -> 
     ``program.facts[PLANNED]`` has the `Planned` afterwards. Raises `PlanFileError` for the plan of a user.
     """
     planned = make(program, stage, target, plan_file)
+    before = Snapshot(program)
     try:
         added = emission.write(program, planned.plan)
     except PlanError as error:
-        if plan_file is None:
-            raise
-        raise PlanFileError(f"{plan_file}: {error}") from None
+        if plan_file is not None:
+            raise PlanFileError(f"{plan_file}: {error}") from None
+        logger.warning("the plan of the scheduler cannot be written and is not used: %s", error)
+        before.restore(program)
+        added = 0
+        plain = _serial(planned.schedule, planned.plan.target, f"it cannot be written: {error}")
+        planned = replace(planned, plan=_timed(plain, planned.schedule, planned.machine))
     program.facts[PLANNED] = planned
     return added
 
@@ -124,7 +130,7 @@ def make(program: Program, stage: Stage, target: str, plan_file: Path | None = N
         raise PlanFileError(f"{plan_file} is rejected:\n{reasons}", "correct the plan, or leave --plan out")
     if wrong:
         logger.warning("the plan of the scheduler is rejected and not used: %s", "; ".join(map(str, wrong[:3])))
-        plan = _serial(found.schedule, hardware, str(wrong[0]))
+        plan = _serial(found.schedule, target, f"rejected by the schedule verifier: {wrong[0]}")
     plan = _timed(plan, found.schedule, machine)
     return Planned(plan, found.schedule, machine, found.unmapped, details(program.gm.graph),
                    plan_file.name if plan_file else "automatic")
@@ -161,9 +167,8 @@ def _read(file: Path, graph: Schedule, target: str) -> Plan:
     return plan
 
 
-def _serial(graph: Schedule, hardware: Hardware, reason: str) -> Plan:
-    rejected = Decision("streams", "the whole graph", False, f"rejected by the schedule verifier: {reason}")
-    return replace(serial_plan(graph, hardware.family), decisions=(rejected,))
+def _serial(graph: Schedule, target: str, reason: str) -> Plan:
+    return replace(serial_plan(graph, target), decisions=(Decision("streams", "the whole graph", False, reason),))
 
 
 def _timed(plan: Plan, graph: Schedule, machine: Machine) -> Plan:

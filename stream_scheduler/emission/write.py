@@ -25,6 +25,9 @@ from cannopy.stream_scheduler.simulator.schedule import MAIN
 PLAN = "plan"
 """Key of `Program.facts`: the plan that is written into the graph."""
 
+SMALL_BYTES = 1 << 16
+"""Inputs up to this size may be copied so that a kernel waits; launching the copy takes longer than making it."""
+
 RULE = "schedule"
 """``meta["rule"]`` of the nodes that are added."""
 
@@ -162,8 +165,9 @@ class _Writer:
         """The input of ``node`` that can be made to wait: a computed tensor, not a cache that is written in place,
         which a wait would have copied. One that nobody reads later where there is one."""
         found = [n for n in node.all_input_nodes if self._computed(n)]
+        found = found or [n for n in node.all_input_nodes if self._small(n)]
         if not found:
-            raise PlanError(f"kernel {node.name!r} cannot be made to wait: it reads weights, caches and inputs only")
+            raise PlanError(f"kernel {node.name!r} cannot be made to wait: it reads weights and caches only")
         return next((n for n in found if all(u in self.done or u is node for u in n.users)), found[0])
 
     def _computed(self, node: fx.Node) -> bool:
@@ -171,6 +175,13 @@ class _Writer:
         written = any(is_call(user, aten.copy_.default) for n in {node, base} for user in n.users)
         computed = base.op == "call_function" and base not in self.folded
         return computed and not written and isinstance(node.meta.get("val"), torch.Tensor)
+
+    def _small(self, node: fx.Node) -> bool:
+        """An argument or a counter, of which a copy costs nothing; no weight."""
+        value, base = node.meta.get("val"), alias.base(node)
+        if not isinstance(value, torch.Tensor) or base.op != "placeholder" or base.name in self.loaded:
+            return False
+        return value.numel() * value.dtype.itemsize <= SMALL_BYTES
 
     def _tensor_of(self, node: fx.Node) -> fx.Node:
         """A tensor that is there when ``node`` has ended."""

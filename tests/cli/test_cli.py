@@ -9,7 +9,7 @@ import pytest
 
 from cannopy import cli
 
-VERBS = ["run", "compile", "explain", "dump", "rules", "estimate", "cache", "doctor", "host"]
+VERBS = ["run", "compile", "explain", "dump", "rules", "estimate", "timeline", "cache", "doctor", "host"]
 
 
 def _exit_code(arguments: list[str]) -> int:

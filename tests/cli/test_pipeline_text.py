@@ -16,7 +16,7 @@ from cannopy.errors import OptionError
 from cannopy.pipeline_text import DEFAULT, STAGES, PipelineTextError, parse
 
 FUSIONS = ["mla_prolog", "rms_norm", "swiglu"]
-TAIL = [name for name in STAGES if name not in ("normalise", "lift", "fuse", "legalise")]
+TAIL = [name for name in STAGES if name not in ("normalise", "lift", "fuse", "legalise", "schedule")]
 
 
 @st.composite
@@ -26,7 +26,8 @@ def texts(draw: st.DrawFn) -> str:
     fuse = "fuse" + ("{ " + ", ".join(f"{k} = {v}" for k, v in switches.items()) + " }" if switches else "")
     rounds = draw(st.sampled_from(["", "{rounds=1}", "{ rounds=64}"]))
     stages = [f"normalise{rounds}", " lift", fuse, *["normalise"] * draw(st.booleans()), "legalise "]
-    return ",".join([*stages, *draw(st.permutations(TAIL))[: draw(st.integers(0, len(TAIL)))]])
+    last = ["schedule{streams=2 , prefetch=forbid}"] * draw(st.booleans())
+    return ",".join([*stages, *draw(st.permutations(TAIL))[: draw(st.integers(0, len(TAIL)))], *last])
 
 
 @settings(max_examples=100, deadline=None)

@@ -24,7 +24,7 @@ from cannopy.backend.cache import agree, folder, store
 from cannopy.backend.cache.claim import Claim, find_or_claim
 from cannopy.backend.cache.key import call_form, fingerprint
 from cannopy.backend.cache.lock import BuildLock
-from cannopy.backend.cache.manifest import SOURCE, TORCHAIR, CorruptError, NotCacheableError
+from cannopy.backend.cache.manifest import MANIFEST, SOURCE, TORCHAIR, CorruptError, NotCacheableError
 from cannopy.backend.cache.manifest import artifact as read_artifact
 from cannopy.backend.cache.publish import publish
 from cannopy.backend.cache.store import Found
@@ -309,7 +309,10 @@ def _load(
     path: Path, content: store.Content, model: torch.nn.Module, options: BuildOptions, make_output: MakeOutput
 ) -> CompiledModel:
     files = content.files
-    artifact = _placed(read_artifact(content.body, lambda name: files[name]), model)
+    try:
+        artifact = _placed(read_artifact(content.body, lambda name: files[name]), model)
+    except (KeyError, TypeError, AttributeError, IndexError) as e:  # its digest is right, something else wrote it
+        raise CorruptError(f"{MANIFEST} does not describe a compilation ({e!r})") from e
     work = torchair.WorkFolder()
     for name, data in files.items():
         if name.startswith(f"{TORCHAIR}/"):

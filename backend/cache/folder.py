@@ -46,7 +46,8 @@ def absolute(cache_dir: Path | str | None) -> Path:
 def resolve_dir(cache_dir: Path | str | None) -> Path:
     """The absolute folder, made with mode 0700 if absent. `CacheFolderError`, `NoFolderError`, OSError."""
     path = absolute(cache_dir)
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
     problem = not_private(path.stat())
     if problem:
         raise CacheFolderError(
@@ -78,7 +79,9 @@ def lock_path(entry: Path) -> Path:
 
 def write_private(path: Path, data: bytes) -> None:
     """A new file of mode 0600, on disk when this returns; folders above it are made with mode 0700."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    missing = [p for p in path.parents if not p.exists()]
+    for parent in reversed(missing):  # `parents=True` would leave all but the last to the umask
+        parent.mkdir(mode=0o700, exist_ok=True)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with os.fdopen(fd, "wb") as f:
         f.write(data)

@@ -182,6 +182,7 @@ def _open_below(folder: int, name: str) -> int:
         for part in parents:
             at = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
             opened.append(at)
+            _private(at, f"the folder of {name}", stat.S_ISDIR)
         fd = os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
     except FileNotFoundError as e:
         raise CorruptError(f"{name} is missing") from e

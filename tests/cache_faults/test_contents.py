@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 
 from cannopy.backend.artifact import Artifact
 from cannopy.backend.cache import list_entries, manifest, store, verify
+from cannopy.backend.cache.folder import resolve_dir
 from cannopy.backend.cache.publish import publish
 from tests.backend.programs import compile_tiny, eager, tiny
 from tests.backend.test_cache_store import only_entry, snapshot
@@ -95,6 +97,13 @@ def _of_a_stranger(entry: Path) -> None:
     (entry / "manifest.json").write_text(json.dumps(body | {"sha256": manifest._self_digest(body)}))
 
 
+def _incomplete(entry: Path) -> None:
+    body = json.loads((entry / "manifest.json").read_text())
+    del body["inputs"], body["sha256"]
+    body["sha256"] = manifest._self_digest(body)
+    (entry / "manifest.json").write_text(json.dumps(body))
+
+
 FOREIGN: list[tuple[str, Callable[[Path], object], str]] = [
     ("entry is a link", _link, "it is a file or a link, no folder"),
     ("file is a link", lambda e: _link(e / "module.py"), "module.py is a symbolic link"),
@@ -105,7 +114,8 @@ FOREIGN: list[tuple[str, Callable[[Path], object], str]] = [
     ("entry is empty", lambda e: (shutil.rmtree(e), e.mkdir()), "manifest.json is missing"),
     ("old format, half written", _old_format, "format 1, this version reads"),
     ("names lead out of the entry", _escaping, "lists files that no entry has"),
-    ("manifest of a stranger", _of_a_stranger, "manifest.json"),
+    ("manifest of a stranger", _of_a_stranger, "manifest.json has no key of this cache"),
+    ("manifest without a part", _incomplete, "does not describe a compilation (KeyError('inputs'))"),
 ]
 
 
@@ -128,6 +138,23 @@ def test_what_is_no_entry_is_set_aside_and_built_again(
     assert right(tmp_path)["status"] == "hit"
     assert snapshot(other) == before
     assert len([p for p in os.listdir(tmp_path) if p.startswith(".aside-")]) == 1
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
+def test_nobody_else_can_write_whatever_the_umask(artifact: Artifact, tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        entry = publish_whole(artifact, resolve_dir(tmp_path / "new" / "cache"))
+    finally:
+        os.umask(before)
+    inside = [p for p in entry.rglob("*") if p.is_dir()]
+    assert len(inside) == 3
+    for path in [entry.parent, entry, *inside]:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700 & ~umask
+    inside[-1].chmod(0o770)
+    found = store.find(entry.parent, "Tiny", artifact.fingerprint)
+    assert found.status == "corrupt"
+    assert "can be written by its group (mode 770)" in found.reason
 
 
 def test_files_that_the_manifest_does_not_name_are_never_read(artifact: Artifact, tmp_path: Path) -> None:

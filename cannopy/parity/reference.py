@@ -39,9 +39,9 @@ def _cast(value: Any, dtype: torch.dtype, seen: set[int]) -> Any:
         seen.add(id(value))
         for name, child in vars(value).items():
             if name == "dtype" and isinstance(child, torch.dtype) and child.is_floating_point:
-                setattr(value, name, dtype)
+                object.__setattr__(value, name, dtype)  # a frozen dataclass (the zoo's pages) is ours to change: a copy
             else:
-                setattr(value, name, _cast(child, dtype, seen))
+                object.__setattr__(value, name, _cast(child, dtype, seen))
     return value
 
 

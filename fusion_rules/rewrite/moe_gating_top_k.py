@@ -64,17 +64,24 @@ def _marks(blank: Pattern, value: Pattern) -> Pattern:
     return op(aten.reshape.default, marked, Any())
 
 
+def _zero(marks: Pattern) -> Pattern:
+    """Where ``marks`` are 0."""
+    return Alt((
+        op((aten.bitwise_not.default, aten.logical_not.default), Through(marks, over=(aten._to_copy.default,))),
+        op(aten.eq.Scalar, marks, Number(equal=0)),
+    ))
+
+
 ZEROS = op(aten.full.default, Any(), Number(equal=0), rest=True)
 TRUES = op(aten.full.default, Any(), Literal(True), rest=True)
-PER_EXPERT = op(aten.reshape.default, op(aten.expand.default, _marks(ZEROS, Number(equal=1)), Any()), Any())
-DROPPED = op((aten.bitwise_not.default, aten.logical_not.default),
-             Through(PER_EXPERT, over=(aten._to_copy.default,)))
+CHOSEN = _marks(ZEROS, Number(equal=1))
+PER_EXPERT = op(aten.reshape.default, op(aten.expand.default, CHOSEN, Any(), name="spread"), Any())
 MASKED = Alt((
-    op(aten.masked_fill.Scalar, CHOICE, DROPPED, Number("fill"), name="masked"),
+    op(aten.masked_fill.Scalar, CHOICE, _zero(PER_EXPERT), Number("fill"), name="masked"),
     op(
         aten.reshape.default,
-        op(aten.masked_fill.Scalar, op(aten.reshape.default, CHOICE, Any()), _marks(TRUES, Literal(False)),
-           Number("fill")),
+        op(aten.masked_fill.Scalar, op(aten.reshape.default, CHOICE, Any()),
+           Alt((_marks(TRUES, Literal(False)), _zero(CHOSEN))), Number("fill"), name="filled"),
         Any(),
         name="masked",
     ),
@@ -159,6 +166,9 @@ def _groups_refusal(match: Match, program: Program) -> Refusal | None:
         return Refusal(f"groups must be [tokens, groups, experts per group], found {list(shape(grouped))}", grouped,
                        "shape", f"[{tokens}, groups, {experts} / groups]", str(list(shape(grouped))),
                        "group consecutive experts: scores.view(tokens, groups, -1)")
+    refusal = _whole_groups_refusal(match, (tokens, groups, experts // groups))
+    if refusal is not None:
+        return refusal
     given = arguments(topk)
     if not given["largest"] or not _last(marks, given["dim"]) or not _last(grouped, match["group_dim"]):
         return Refusal("the groups with the largest scores must stay", topk, "constant",
@@ -180,6 +190,19 @@ def _groups_refusal(match: Match, program: Program) -> Refusal | None:
         return Refusal(f"dropped experts get the score {match['fill']:g}, the op never takes them", match["masked"],
                        "constant", "-inf or 0.0", f"{match['fill']:g}", "mask dropped experts with -inf")
     return None
+
+
+def _whole_groups_refusal(match: Match, size: tuple[int, int, int]) -> Refusal | None:
+    """The marks of the groups are spread over the experts of each group: [T, G, 1] over ``size`` [T, G, E/G]."""
+    spread, filled = match.get("spread"), match.get("filled")
+    over = shape(filled.args[0] if spread is None else spread)
+    of = shape(filled.args[1] if spread is None else spread.args[0])
+    if (over, of) == (size, (*size[:2], 1)):
+        return None
+    found = f"{list(of)} over {list(over)}"
+    return Refusal(f"groups of consecutive experts must stay or go as a whole, the mask is {found}", match["masked"],
+                   "shape", f"{[*size[:2], 1]} over {list(size)}", found,
+                   "mask scores.view(tokens, groups, -1) with kept.unsqueeze(-1)")
 
 
 def _weights_refusal(match: Match, normed: bool) -> Refusal | None:

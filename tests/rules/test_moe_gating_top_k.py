@@ -78,6 +78,13 @@ class Router:
             drop = rank.new_ones(rank.shape, dtype=torch.bool).scatter(1, ids, False)
             return grouped.masked_fill(drop.unsqueeze(-1), self.fill).flatten(1)
         keep = rank.new_zeros((rank.shape[0], self.groups)).scatter(1, ids, 1)
+        if self.mask == "equal":
+            return grouped.masked_fill(keep[..., None] == 0, self.fill).flatten(1)
+        if self.mask == "across":
+            return grouped.masked_fill(keep[:, None] == 0, self.fill).flatten(1)
+        if self.mask == "ones across":
+            keep = keep.unsqueeze(1).expand(-1, self.experts // self.groups, -1).reshape(-1, self.experts)
+            return choice.masked_fill(~keep.bool(), self.fill)
         keep = keep.unsqueeze(-1).expand(-1, self.groups, self.experts // self.groups).reshape(-1, self.experts)
         return choice.masked_fill(~keep.bool(), self.fill)
 
@@ -121,6 +128,7 @@ FIRES: dict[str, tuple[Router, dict[str, Any]]] = {
     "v3": (Router(), {"k_group": 2, "group_count": 4, "group_select_mode": 1, "norm_type": 1, "eps": 1e-20,
                       "routed_scaling_factor": 2.5}),
     "reference mask": (Router(mask="reference"), {"group_count": 4, "group_select_mode": 1}),
+    "our zoo": (Router(mask="equal"), {"group_count": 4, "group_select_mode": 1}),
     "best of group": (Router(group_score="max"), {"group_select_mode": 0}),
     "amax of group": (Router(group_score="amax"), {"group_select_mode": 0}),
     "no groups": (Router(groups=0), {"k_group": 1, "group_count": 1}),
@@ -170,6 +178,8 @@ REFUSES: dict[str, tuple[Router, str]] = {
     "summed over tokens": (Router(sum_dim=0), "not divided by the sum over the chosen experts"),
     "0.0 mask with bias": (Router(fill=0.0), "dropped experts get the score 0.0, not -inf"),
     "other mask": (Router(fill=-1.0), "dropped experts get the score -1"),
+    "experts of all groups": (Router(mask="across"), "must stay or go as a whole, the mask is [9, 1, 4]"),
+    "every fourth expert": (Router(mask="ones across"), "must stay or go as a whole, the mask is [9, 1, 4]"),
     "top three": (Router(group_score="three"), "a group's score is the sum of its 3 best"),
     "mean of group": (Router(group_score="mean"), "found aten.mean"),
     "smallest": (Router(largest=False), "does not take the largest scores"),

@@ -19,7 +19,7 @@ VARIANTS = {
     "regions": False,
 }
 NOT_IN_TEXT = {"cache_dir": Path("/x"), "use_cache": False, "dump_dir": Path("/x"), "verify": False,
-               "rules": (Path("/x"),), "cache_timeout": 5.0, "ranks": (0, 1)}
+               "rules": (Path("/x"),), "plan": Path("/x"), "cache_timeout": 5.0, "ranks": (0, 1)}
 
 
 def test_every_option_is_covered_here():

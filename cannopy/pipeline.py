@@ -14,7 +14,7 @@ from cannopy import planning
 from cannopy.backend.cache.code import CodeWalk
 from cannopy.backend.cache.key import object_text
 from cannopy.backend.cache.text import digest
-from cannopy.backend.host.target import cann_version
+from cannopy.backend.cann import cann_version
 from cannopy.errors import CannopyError
 from cannopy.fusion_rules import catalog, dialect, extension
 from cannopy.fusion_rules.engine.apply import Log, apply

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -28,7 +31,39 @@ def replaced_module(model):
     model.proj = torch.nn.Linear(16, 8, bias=False)
 
 
+def optimiser_step(model):
+    """As the optimisers of torch write; they themselves want a device where torch_npu is installed."""
+    with torch.no_grad():
+        torch._foreach_add_([model.proj.weight], [torch.ones(8, 16)], alpha=-1.0)
+
+
+def swapped(model):
+    torch.utils.swap_tensors(model.proj.weight, torch.nn.Parameter(torch.randn(8, 16)))
+
+
+def moved_and_back(model):
+    with torch.no_grad():
+        model.double().proj.weight.mul_(3)
+    model.float()
+
+
+def shrunk_and_set(model):
+    """New memory that may stand where the old stood."""
+    old = model.proj.weight.data_ptr()
+    model.proj.weight.data = torch.empty(0)
+    for _ in range(8):
+        new = torch.randn(8, 16)
+        if new.data_ptr() == old:
+            break
+    model.proj.weight.data = new
+
+
 CHANGES = {
+    "optimiser step": optimiser_step,
+    "swapped": swapped,
+    "dtype and back": moved_and_back,
+    "data, old memory freed": shrunk_and_set,
+    "state dict entry": lambda m: m.state_dict()["proj.weight"].copy_(torch.randn(8, 16)),
     "assign": lambda m: m.load_state_dict({k: v * 3 + 1 for k, v in m.state_dict().items()}, assign=True),
     "copy": lambda m: m.load_state_dict({k: v * 3 + 1 for k, v in m.state_dict().items()}),
     "data": lambda m: setattr(m.proj.weight, "data", torch.randn(8, 16)),
@@ -138,3 +173,64 @@ def test_a_model_made_in_inference_mode() -> None:
         model.proj.weight.neg_()
         compiled.refresh_weights()
         check_same_as_eager(compiled, model, x, cache)
+
+
+def weights(compiled):
+    instance = compiled._generated.instance
+    return instance.w
+
+
+def test_two_methods_of_a_model_share_derived_weights() -> None:
+    model = tiny()
+    first, x, cache = compile_tiny(model, eager())
+    second, _, _ = compile_tiny(model, eager())
+    other, _, _ = compile_tiny(tiny(5), eager())
+    assert weights(first) is weights(second)
+    assert weights(other) is not weights(first)
+    size = model.proj.weight.nbytes
+    memory = [(c.weight_memory.bytes, c.weight_memory.shared_bytes) for c in (first, second, other)]
+    assert memory == [(size, 0), (0, size), (size, 0)]
+    for _ in range(2):
+        with torch.no_grad():
+            model.proj.weight.neg_()
+        for compiled in (first, second):
+            check_same_as_eager(compiled, model, x, cache)
+    model.proj.weight = torch.nn.Parameter(torch.randn(8, 16))
+    for compiled in (second, first):
+        check_same_as_eager(compiled, model, x, cache)
+    assert weights(first) is weights(second)
+
+
+def test_shared_weights_are_brought_up_to_date_when_another_method_is_made() -> None:
+    model = tiny()
+    first, x, cache = compile_tiny(model, eager())
+    model.proj.weight.data.mul_(3)  # leaves no trace
+    second, _, _ = compile_tiny(model, eager())
+    for compiled in (second, first):
+        check_same_as_eager(compiled, model, x, cache)
+
+
+def test_shared_weights_live_as_long_as_a_method_that_has_them() -> None:
+    model = tiny()
+    first, _, _ = compile_tiny(model, eager())
+    second, x, cache = compile_tiny(model, eager())
+    kept = weakref.ref(weights(first))
+    del first
+    gc.collect()
+    check_same_as_eager(second, model, x, cache)
+    assert kept() is not None
+    del second
+    gc.collect()
+    assert kept() is None
+
+
+def test_a_weight_that_is_its_source_takes_no_memory() -> None:
+    model = tiny()
+    x, cache = example()
+    program = tiny_program(model, x, cache)
+    program.weights[:] = [WeightEntry("same", ("weight",), "w[0].view(8, 16)"),
+                          WeightEntry("w", ("same",), "(w[0] * 2.0).t()")]  # fmt: skip
+    found = look(model, (x, cache), eager())
+    compiled = build(program, model, "forward", (x, cache), {}, eager(), found, {}, make_output)
+    assert compiled.weight_memory.bytes == model.proj.weight.nbytes
+    check_same_as_eager(compiled, model, x, cache)

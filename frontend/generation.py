@@ -21,6 +21,15 @@ def positions_are_given() -> bool:
     return int(transformers.__version__.partition(".")[0]) < 5
 
 
+def cache_argument(model: nn.Module) -> str:
+    """What ``model.forward`` calls its cache.
+
+    transformers renamed ``past_key_values`` to ``cache``; where both are taken, the old name warns. The signature tells
+    also behind the decorators of ``forward``.
+    """
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 @dataclass(frozen=True)
 class GenerationCase:
     """A causal LM with a batch size, a prompt length and a cache length (in tokens).
@@ -62,7 +71,7 @@ class GenerationCase:
 
     def prefill(self, ids: torch.Tensor, cache: Any) -> Call:
         """The call that reads the prompt ``ids`` ``[batch, tokens]`` into ``cache``."""
-        kwargs = {self._cache_name(): cache, "use_cache": True}
+        kwargs = {cache_argument(self.model): cache, "use_cache": True}
         if positions_are_given():
             past = int(cache.get_seq_length())
             kwargs["cache_position"] = torch.arange(past, past + ids.shape[1], device=ids.device)
@@ -85,7 +94,3 @@ class GenerationCase:
         with torch.no_grad():
             self.model(*args, **kwargs)
         return self.decode(self.ids("decode"), cache)
-
-    def _cache_name(self) -> str:
-        """The argument was renamed from ``past_key_values`` to ``cache`` between versions of transformers."""
-        return "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"

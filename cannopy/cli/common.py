@@ -198,6 +198,11 @@ def options_of(args: argparse.Namespace, **more: Any) -> Options:
     )
 
 
+def needs_no_weights(model: str) -> bool:
+    """Whether the MODEL argument can be built without weights; a factory makes its own."""
+    return not model.rpartition(":")[0].endswith(".py")
+
+
 def load_model(args: argparse.Namespace) -> LoadedModel:
     """The model and its inputs as the arguments say. Raises `NotReadyError` before anything imports torch."""
     import_torch()

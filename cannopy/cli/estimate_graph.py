@@ -6,7 +6,7 @@ import argparse
 from typing import Any, cast
 
 from cannopy.cli import estimate_view
-from cannopy.cli.common import console, load_model, print_json, working
+from cannopy.cli.common import console, load_model, needs_no_weights, print_json, working
 from cannopy.errors import CannopyError, unknown
 from cannopy.options import PHASES, Options, Target
 from cannopy.stream_scheduler.hardware import UnknownHardwareError, load_hardware
@@ -19,7 +19,8 @@ def run_graph(args: argparse.Namespace) -> int:
         raise CannopyError(unknown("phase", args.phase, PHASES))
     load = argparse.Namespace(
         model=args.model, size=args.size or "tiny", dtype=None, seed=0, phase=args.phase,
-        batch=max(1, round(args.batch_per_die)), offline=True, prompt_tokens=None, max_cache_len=None, json=args.json,
+        batch=max(1, round(args.batch_per_die)), offline=needs_no_weights(args.model),
+        prompt_tokens=None, max_cache_len=None, json=args.json,
         form=args.form, next_n=args.next_n, block_size=None,
     )
     loaded = load_model(load)

@@ -9,6 +9,7 @@ from cannopy.cli.common import (
     add_model_arguments,
     console,
     load_model,
+    needs_no_weights,
     options_of,
     print_json,
     verb_parser,
@@ -40,7 +41,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
                          _EXAMPLES)
     add_model_arguments(parser)
     parser.add_argument("--out", type=Path, default=Path("timeline"), metavar="DIR", help="folder to write (timeline)")
-    parser.set_defaults(offline=True)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
     if all(stage.name != "schedule" for stage in options.full_pipeline.stages):
         raise CannopyError(f"the pipeline {options.pipeline} has no stage schedule, so there is no plan to draw",
                            "add ,schedule at the end")
+    args.offline = needs_no_weights(args.model)
     loaded = load_model(args)
     from cannopy import api, timelines
     from cannopy.backend.torchair import have_npu

@@ -1,0 +1,127 @@
+"""`cannopy timeline` and plan files: written, edited, given back, refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import cannopy
+from cannopy import Options, cli
+from cannopy.pipeline_text import DEFAULT
+from cannopy.planning import PlanFileError
+
+MODEL = """
+import torch
+from torch import nn
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        for name in ("up", "down", "side", "head"):
+            setattr(self, name, nn.Linear(512, 512, bias=False))
+
+    def forward(self, x):
+        main = self.down(torch.tanh(self.up(x)))
+        return self.head(main + self.side(torch.relu(x)))
+
+def make(dtype=None):
+    torch.manual_seed(0)
+    return Branches().to(torch.bfloat16).eval(), "forward", (torch.randn(64, 512, dtype=torch.bfloat16),)
+"""
+FORCED = f"{DEFAULT}{{streams=force,core_limits=force}}"
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("drawn")
+    (folder / "mine.py").write_text(MODEL)
+    arguments = ["timeline", f"{folder / 'mine.py'}:make", "--pipeline", FORCED, "--out", str(folder / "out")]
+    assert cli.main(arguments) == 0
+    return folder
+
+
+def plan_of(folder: Path) -> Any:
+    return yaml.safe_load((folder / "out" / "plan.yaml").read_text())
+
+
+def compiled(folder: Path, plan: Path | None) -> tuple[cannopy.Compiled, torch.Tensor]:
+    space: dict[str, Any] = {}
+    exec(compile((folder / "mine.py").read_text(), str(folder / "mine.py"), "exec"), space)
+    model, method, args = space["make"]()
+    made = cannopy.compile(model, method, args, options=Options(plan=plan, use_cache=False))
+    return made, made(*args)
+
+
+def test_files(drawn: Path) -> None:
+    page = (drawn / "out" / "timeline.html").read_text()
+    assert "mine.py" in page
+    assert "nothing here was measured on a device" in page
+    trace = json.loads((drawn / "out" / "trace.json").read_text())
+    lanes = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    assert {"main", "side1"} <= lanes
+    assert plan_of(drawn)["target"] == "atlas-a3"
+
+
+def test_a_plan_that_is_given_back_is_the_plan(drawn: Path, tmp_path: Path) -> None:
+    plan = str(drawn / "out" / "plan.yaml")
+    assert cli.main(["timeline", f"{drawn / 'mine.py'}:make", "--plan", plan, "--out", str(tmp_path)]) == 0
+    again = yaml.safe_load((tmp_path / "plan.yaml").read_text())
+    assert again["layers"] == plan_of(drawn)["layers"]
+
+
+def test_a_planned_graph_computes_the_same(drawn: Path) -> None:
+    plain, expected = compiled(drawn, None)
+    planned, found = compiled(drawn, drawn / "out" / "plan.yaml")
+    assert torch.equal(found, expected)
+    assert planned.report.schedule["streams"] == 2
+    assert planned.report.schedule["core_limits"]
+    assert planned.report.kernels == plain.report.kernels
+    assert planned.report.cache["key"] != plain.report.cache["key"]
+    assert [run["name"] for run in (planned.timeline or {})["runs"]] == ["serial", "plan.yaml"]
+
+
+def edited(drawn: Path, folder: Path, old: str, new: str) -> Path:
+    text = (drawn / "out" / "plan.yaml").read_text()
+    assert old in text
+    file = folder / "edited.yaml"
+    file.write_text(text.replace(old, new))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("target: atlas-a3", "target: atlas-a2", ["is for atlas-a2, and the target is atlas-a3"]),
+        ("target:", "targte:", ["did you mean", "target"]),
+        ("aten.tanh", "aten.tan", ["aten.tan", "did you mean", "aten.tanh"]),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(drawn: Path, tmp_path: Path, old: str, new: str, words: list[str]) -> None:
+    file = edited(drawn, tmp_path, old, new)
+    with pytest.raises(PlanFileError) as error:
+        compiled(drawn, file)
+    assert all(word in str(error.value) for word in [str(file), *words]), str(error.value)
+
+
+def test_a_plan_that_could_hang_is_refused(drawn: Path, tmp_path: Path) -> None:
+    limits = {str(kernel[k]["cores"]) for layer in plan_of(drawn)["layers"] for kernel in layer["kernels"]
+              if isinstance(kernel, dict) for k in kernel if "cores" in kernel[k]}
+    file = edited(drawn, tmp_path, f"cores: {min(limits, key=len)}", "cores: c24v48")
+    with pytest.raises(PlanFileError, match=r"can run at the same time[^\n]*the die has c24v48"):
+        compiled(drawn, file)
+
+
+def test_a_file_that_is_not_there(drawn: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["compile", f"{drawn / 'mine.py'}:make", "--no-cache", "--plan", "nowhere.yaml"]) == 1
+    assert "nowhere.yaml: No such file" in capsys.readouterr().err
+
+
+def test_no_plan_no_picture(drawn: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pipeline = DEFAULT.removesuffix(",schedule")
+    assert cli.main(["timeline", f"{drawn / 'mine.py'}:make", "--pipeline", pipeline]) == 1
+    assert "has no stage schedule" in capsys.readouterr().err

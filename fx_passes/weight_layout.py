@@ -1,4 +1,4 @@
-"""linear(x, W [N, K], bias)  →  mm(x, Wᵀ [K, N]) with Wᵀ built once at load time.
+"""linear(x, W [N, K], bias)  →  mm(x, Wᵀ [K, N]) with Wᵀ built once at load time; a cast of a weight is done then, too.
 
 torchair lowers a linear to Transpose(W) and MatMul in every step. The stored form is the one that cube kernels read:
 K-major, and FRACTAL_NZ on a device for 16-bit weights (fp32 weights stay ND).
@@ -20,15 +20,29 @@ NZ_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def run(program: Program) -> int:
-    """Rewrite every linear whose weight is constant over the steps; the number rewritten."""
+    """Rewrite every cast of a weight and every linear whose weight is constant over the steps; the number rewritten."""
     editor = Editor(program.gm)
-    changes = 0
+    changes = sum(_cast(program, editor, node) for node in editor.calls([aten._to_copy.default]))
     for node in editor.calls([aten.linear.default]):
         if why_not_weight(program, node.args[1]) is None:
             changes += _linear(program, editor, node)
     editor.sweep()
     _drop_unread(program, editor)
     return changes
+
+
+def _cast(program: Program, editor: Editor, node: fx.Node) -> int:
+    weight = cast(fx.Node, node.args[0])
+    if set(node.kwargs) != {"dtype"} or weight.op != "placeholder" or why_not_weight(program, weight) is not None:
+        return 0
+    kind = str(node.kwargs["dtype"])
+    name = f"{weight.name}_{kind.removeprefix('torch.')}"
+    entry = next((e for e in program.weights if e.name == weight.name), None)
+    with editor.before(node):
+        sources = [weight] if entry is None else [editor.input(s) for s in entry.sources]
+        recipe = f"w[0].to({kind})" if entry is None else f"({entry.recipe}).to({kind})"
+        editor.replace(node, derived(program, editor, name, sources, recipe))
+    return 1
 
 
 def _linear(program: Program, editor: Editor, node: fx.Node) -> int:

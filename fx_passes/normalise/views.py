@@ -1,4 +1,5 @@
-"""view, _unsafe_view, unsqueeze, squeeze, flatten, chains of them  →  one ``aten.reshape`` with explicit sizes;
+"""view, _unsafe_view, unsqueeze, squeeze, flatten, chains of them, the only entry of a dim that is selected  →  one
+``aten.reshape`` with explicit sizes;
 t, transpose, permute  →  ``aten.permute`` with explicit, non-negative dims (chains composed)."""
 
 from __future__ import annotations
@@ -29,10 +30,21 @@ def run(program: Program) -> int:
 
 
 def _visit(program: Program, editor: Editor, node: fx.Node) -> int:
+    if is_call(node, aten.select.int):
+        return _only_entry(editor, node)
     return _reshape(editor, node) if is_call(node, *RESHAPES) else _permute(editor, node)
 
 
-STEP = Step("views", frozenset({*RESHAPES, *TRANSPOSES}), _visit)
+STEP = Step("views", frozenset({*RESHAPES, *TRANSPOSES, aten.select.int}), _visit)
+
+
+def _only_entry(editor: Editor, node: fx.Node) -> int:
+    source = cast(fx.Node, node.args[0])
+    if shape(source)[cast(int, node.args[1])] != 1:
+        return 0
+    with editor.before(node):
+        editor.replace(node, editor.call(aten.reshape.default, source, list(shape(node))))
+    return 1
 
 
 def _reshape(editor: Editor, node: fx.Node) -> int:

@@ -60,6 +60,8 @@ REACHES = {
     ),
     "expand -1": (lambda c, x: c(aten.expand.default, x, [-1, -1]), [F32], []),
     "0-dim transpose": (lambda c, x: c(aten.transpose.int, x, 0, -1), [POSITION], []),
+    "the only row": (lambda c, x: c(aten.select.int, x, -2, 0), [F32[:1]], ["aten.reshape"]),
+    "one of four rows": (lambda c, x: c(aten.select.int, x, 0, 0), [F32], ["aten.select.int"]),
     "select_scatter": (lambda c, x, y: c(aten.select_scatter.default, x, y, 1, -1), [F32, F32[:, 0].clone()],
                        ["aten.reshape", "aten.slice_scatter"]),
     "scatter of everything": (lambda c, x, y: c(aten.slice_scatter.default, x, y, 0, 0, 4), [F32, F32 + 1], []),

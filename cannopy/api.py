@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -134,10 +134,12 @@ def lower(
     options: Options,
     timings: dict[str, float],
     made: pipeline.Plan | None = None,
+    seen: Callable[[Program], object] = lambda program: None,
 ) -> tuple[Program, pipeline.Compilation]:
     """Capture and run all passes; nothing is emitted. ``timings`` gets the seconds of both.
 
-    ``made`` is the plan of ``options`` where that is known already.
+    ``made`` is the plan of ``options`` where that is known already. ``seen`` is shown the program as it was captured,
+    a second time when the passes show that all layers have to be captured.
     """
     made = made or pipeline.plan(options)
     with target_of(options):
@@ -145,6 +147,7 @@ def lower(
         program = (regions.capture(model, method, args, kwargs) if options.regions
                    else regions.whole(model, method, args, kwargs, "regions are switched off"))
         timings["capture"] = time.perf_counter() - start
+        seen(program)
         try:
             done = pipeline.run(program, options, made)
         except PassError as e:
@@ -153,6 +156,7 @@ def lower(
             start = time.perf_counter()
             program = regions.whole(model, method, args, kwargs, str(e.__cause__))
             timings["capture"] += time.perf_counter() - start
+            seen(program)
             done = pipeline.run(program, options, made)
         timings["passes"] = done.seconds
     return program, done

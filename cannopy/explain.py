@@ -16,7 +16,8 @@ from cannopy.fusion_rules.engine.absent import absence
 from cannopy.fusion_rules.engine.record import Hit, Miss, by_layer, kinds_of
 from cannopy.fusion_rules.engine.rule import Rule
 from cannopy.fusion_rules.engine.stop import describe, short
-from cannopy.fx_passes import kernels
+from cannopy.fx_passes import kernels, regions
+from cannopy.fx_passes.program import Program
 from cannopy.options import Options
 
 BEST = 3
@@ -127,6 +128,7 @@ class Lineage:
     captured: Mapping[str, tuple[str, str, str, tuple[str, ...]]]
     replaced: Mapping[str, str]
     final: Mapping[str, fx.Node]
+    copied: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         self._taken: dict[str, list[Hit]] = {}
@@ -178,7 +180,13 @@ class Lineage:
         return found
 
     def named(self, node: str) -> list[str]:
-        """Nodes that ``node`` may mean: a name, or the device op of final nodes (``npu_rms_norm``)."""
+        """Nodes that ``node`` may mean: a name, or the device op of final nodes (``npu_rms_norm``).
+
+        `CannopyError` where layers are ``copied``: their nodes have no history of their own.
+        """
+        if self.copied:
+            raise CannopyError(f"{node!r} cannot be followed: {len(self.copied)} layers were copied from others",
+                               "explain with Options(regions=False), or `cannopy explain --node`")
         if node in self.final or node in self.captured or node in self._taken or node in self._made:
             return [node]
         if any(node in (m.node, m.anchor) for m in self.misses):
@@ -280,33 +288,39 @@ def explain(
             groups.setdefault(rule.name, []).append(rule)
     final = {n.name: n for n in program.gm.graph.nodes}
     replaced = program.gm.meta.get("replaced", {})
-    lineage = Lineage(groups, done.log.hits, done.log.places(), captured, replaced, final)
+    copied = frozenset(name for region in regions.of(program).found for copy in region.copies
+                       for name in copy.prefixes.values())
+    lineage = Lineage(groups, done.log.hits, done.log.places(), captured, replaced, final, copied)
     off = [name for name, switch in options.fusions.items() if switch is False]
     return _explanation(lineage, done.log.seen, off, sorted(wanted))
 
 
 def _lower(model: torch.nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any],
            options: Options) -> tuple[dict[str, Any], Any, Any]:
-    from cannopy import api, pipeline
+    from cannopy import api, pipeline_text, planning
     from cannopy.backend.torchair import have_npu
     from cannopy.frontend import state
-    from cannopy.frontend.capture import capture
 
     relaxed = {name: True if switch == "require" else switch for name, switch in options.fusions.items()}
-    options = dataclasses.replace(options, fusions=relaxed)
+    stages = tuple(s for s in pipeline_text.parse(options.pipeline).stages if s.name != planning.STAGE)
+    options = dataclasses.replace(options, fusions=relaxed, pipeline=str(pipeline_text.Pipeline(stages)))
     if not have_npu():
         from cannopy.backend.host.activate import activate
 
         activate()
     state.prepare_state(model, args, kwargs, method=method)
-    with api.target_of(options):
-        program = capture(model, method, args, kwargs)
-        captured = {
+    captured: dict[str, Any] = {}
+
+    def note(program: Program) -> None:
+        captured.clear()
+        captured.update({
             n.name: (describe(n), str(n.meta.get("source") or ""), str(n.meta.get("source_text") or "").strip(),
                      tuple(u.name for u in n.users))
             for n in program.gm.graph.nodes
-        }
-        return captured, program, pipeline.run(program, options)
+        })
+
+    program, done = api.lower(model, method, args, kwargs, options, {}, seen=note)
+    return captured, program, done
 
 
 def _explanation(lineage: Lineage, seen: Mapping[str, frozenset[str]], off: list[str],

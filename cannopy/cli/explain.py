@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import TYPE_CHECKING
 
 from cannopy.cli.common import (
@@ -31,7 +32,8 @@ Layers with the same answer are one entry. Nothing is emitted: neither torchair 
 
 --rule also tells of attempts that ended early, or which operation of the rule the graph lacks.
 --node takes a node of the captured or of the final graph (names as in `cannopy dump`), or a kernel: where it went,
-which lines it is made of, and what was tried there.
+which lines it is made of, and what was tried there. All layers are captured for it, where else like layers are
+captured once.
 
 Exit code 1 when a fusion that is required (--fusion RULE=require) applies nowhere.
 """
@@ -64,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
     screen = console(args)
     for note in loaded.notes:
         screen.print(note, style="dim")
+    if args.node:  # of layers that are copied, nodes have no history of their own
+        options = dataclasses.replace(options, regions=False)
     from cannopy import explain
 
     call_args, call_kwargs = loaded.make_inputs(args.phase)

@@ -8,6 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cannopy import Options
+from cannopy.errors import CannopyError
+from cannopy.explain import explain
 from cannopy.fx_passes import dump
 from tests.regions.support import SLOTS, WIDTH, Layer, Stack, assert_same, counts, found, lower, stack_call
 
@@ -67,6 +70,24 @@ def test_stamped_is_whole(name: str) -> None:
     assert (found(whole).layers, found(whole).captured) == (layers, layers)
     assert_same(stamped, whole)
     assert counts(stamped, done) == counts(whole, done_whole)
+
+
+def test_explanation_is_that_of_all_layers() -> None:
+    few, every = (
+        explain(Stack(7), "forward", stack_call(7), options=Options(regions=regions)) for regions in (True, False)
+    )
+
+    def told(kind: str, of: Any) -> list[Any]:
+        return [{k: v for k, v in one.items() if k not in ("node", "anchor")} for one in of.to_dict()[kind]]
+
+    for kind in ("hits", "misses"):
+        assert told(kind, few) == told(kind, every)
+    assert any(hit["layers"] == list(range(7)) for hit in told("hits", few))
+    assert few.absent == every.absent
+    silu = next(name for name, (what, *_) in every.lineage.captured.items() if "silu" in what or "sigmoid" in what)
+    assert every.lineage.fate(silu).steps
+    with pytest.raises(CannopyError, match="3 layers were copied"):
+        few.lineage.fate(silu)
 
 
 def test_twice_the_same_text() -> None:

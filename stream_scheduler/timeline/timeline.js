@@ -4,6 +4,7 @@
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const text = (i) => data.texts[i];
+const short = (label) => label.replace(/^(npu\.npu_|aten\.)/, "");
 const [NAME, LABEL, KERNEL, STREAM, START, END, BOUND, ALONE, HBM, L2, CUBE, VECTOR, LIMIT, LAYER, REGION, CRITICAL, MORE] =
   Array.from({ length: 17 }, (_, i) => i);
 const LEFT = 92, LANE = 30, GAP = 6, AREA = 24, FETCH = 16, AXIS = 20;
@@ -131,7 +132,7 @@ function drawKernel(c, colour, k, place, x) {
     c.rect(left, y, width - 2, LANE);
     c.clip();
     c.fillStyle = colour.text;
-    c.fillText(text(k[LABEL]), left + 4, y + LANE / 2 - 5);
+    c.fillText(short(text(k[LABEL])), left + 4, y + LANE / 2 - 5);
     c.font = "10px system-ui, sans-serif";
     c.fillText(`${(k[END] - k[START]).toFixed(1)} ${text(k[LIMIT])}`, left + 4, y + LANE / 2 + 6);
     c.font = "12px system-ui, sans-serif";

@@ -29,6 +29,8 @@ STABLE = frozenset({"torch", "torch_npu", "torchair", "numpy", "builtins", "cann
 
 _COLLECTIVES = frozenset({"_c10d_functional", "c10d", "c10d_functional", "_dtensor"})
 """Namespaces of ``torch.ops``."""
+_OF_SHARDED_MODELS = ("transformers.distributed.", "transformers.loss.")
+"""Names in these meet those of every stock model; inference of a model that is not sharded runs none of it."""
 _NOT_NOTED = frozenset({"__file__", "__cached__", "__path__", "__spec__", "__loader__", "__doc__", "__dict__"})
 """Globals of every module that say where it is, not what it does."""
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
@@ -151,6 +153,8 @@ class CodeWalk:
         self._names_done: set[str] = set()
         self.distributed = False
         """Whether code that was followed can reach torch.distributed: what it computes may then depend on the rank."""
+        self.distributed_if_sharded = False
+        """The same through code that does so only in a sharded model, which has hooks or other objects then."""
 
     @property
     def items(self) -> dict[str, str]:
@@ -225,11 +229,18 @@ class CodeWalk:
                 self._push(cell.cell_contents)
         names = list(_names(f.__code__))
         for n in names:
-            self.distributed |= n.startswith("torch.distributed") or n in _COLLECTIVES  # an import inside, torch.ops.…
+            if n.startswith("torch.distributed") or n in _COLLECTIVES:  # an import inside, torch.ops.…
+                self._reaches_distributed(f)
             self._global(f, n)
             self.add_name(n)
         if not is_installed(f.__module__ or "", f.__code__.co_filename) and ("environ" in names or "getenv" in names):
             self._environment(f.__code__)
+
+    def _reaches_distributed(self, f: types.FunctionType) -> None:
+        if f"{f.__module__}.".startswith(_OF_SHARDED_MODELS):
+            self.distributed_if_sharded = True
+        else:
+            self.distributed = True
 
     def _environment(self, code: types.CodeType) -> None:
         """What the environment has under the names that stand in code which reads it."""
@@ -245,7 +256,8 @@ class CodeWalk:
             return
         value = f.__globals__[name]
         whole_torch = value is sys.modules.get("torch")
-        self.distributed |= of_distributed(value) or (whole_torch and "distributed" in _names(f.__code__))
+        if of_distributed(value) or (whole_torch and "distributed" in _names(f.__code__)):
+            self._reaches_distributed(f)
         if isinstance(value, types.ModuleType):
             if value.__name__.split(".")[0] in STABLE:
                 return

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import platform
 import sys
@@ -48,7 +49,7 @@ def fingerprint(
     inputs = dict(describer.items(list(args), "args")) | dict(describer.items(dict(kwargs), "kwargs"))
     walk = _walk(model, method, describer)
     chip = _chip(options)
-    own_rank = walk.distributed or any(map(of_distributed, describer.classes))
+    own_rank = _own_rank(model, walk, describer)
     details: dict[str, Items] = {
         "method": {"name": method, "form": repr(call_form(args, kwargs))},
         "config": config,
@@ -203,6 +204,14 @@ def _chip(options: BuildOptions) -> Any:
     if npu is not None and npu.is_available():
         return None
     return importlib.import_module("cannopy.backend.host.target").resolve(options.target)
+
+
+def _own_rank(model: torch.nn.Module, walk: CodeWalk, describer: Describer) -> bool:
+    """Whether the graph may depend on the rank or hold collectives; False only where nothing leads there."""
+    if walk.distributed or any(map(of_distributed, describer.classes)):
+        return True
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return walk.distributed_if_sharded and (bool(describer.functions) or any(of_distributed(type(t)) for t in tensors))
 
 
 def _topology(own_rank: bool) -> dict[str, str]:

@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.device_mesh
+import transformers
 
-from cannopy.backend.cache import agree, claim, list_entries, verify
+from cannopy.backend.cache import agree, claim, key, list_entries, verify
+from cannopy.backend.options import BuildOptions
 from tests.backend.programs import Tiny, eager, example, look, tiny
 from tests.cache_faults.ranks import OwnGraph, compiled_by, results
 
@@ -121,3 +125,69 @@ def test_ranks_and_versions_as_text() -> None:
     words = {r: agree.Word(r, "hit", versions={"torch": "2.13.0", "cann": v}) for r, v in enumerate(cann)}
     assert agree.different_versions(words) == ["cann 9.0 on ranks 0-2, 4, 9.1 on rank 3"]
     assert agree.ranks_text([7]) == "rank 7"
+
+
+def _on_rank(x: torch.Tensor) -> torch.Tensor:
+    return x * (1 + torch.distributed.get_rank())
+
+
+class Asks(torch.nn.Module):
+    """The rank decides what it computes, behind a function."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _on_rank(x)
+
+
+class Reduces(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops._c10d_functional.all_reduce(x, "sum", "0")
+
+
+class Plain(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+def hooked() -> torch.nn.Module:
+    model = Plain()
+    model.register_forward_hook(lambda module, args, out: _on_rank(out))
+    return model
+
+
+def holding_a_mesh() -> torch.nn.Module:
+    model = Plain()
+    model.mesh = object.__new__(torch.distributed.device_mesh.DeviceMesh)
+    return model
+
+
+def stock() -> torch.nn.Module:
+    with torch.device("meta"):
+        config = transformers.Qwen3Config(
+            hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+            head_dim=32, vocab_size=100,
+        )
+        return transformers.Qwen3ForCausalLM(config)
+
+
+def stock_with_a_hook() -> torch.nn.Module:
+    model = stock()
+    model.lm_head.register_forward_hook(lambda module, args, out: out)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "own"),
+    [(Plain, False), (Asks, True), (Reduces, True), (hooked, True), (holding_a_mesh, True), (stock, False),
+     (stock_with_a_hook, True)],
+)
+def test_the_rank_is_in_the_key_where_the_graph_can_depend_on_it(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], torch.nn.Module], own: bool
+) -> None:
+    dist = torch.distributed
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    model = make()
+    found = key.fingerprint(model, "forward", (torch.ones(2, device="meta"),), {}, BuildOptions())
+    assert ("rank" in found.details["topology"]) is own

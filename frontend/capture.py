@@ -88,6 +88,7 @@ def _capture(model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[
     lowered = _lower(trace)
     _check_inputs(lowered, trace, paths)
     output, kept = describe(trace, lowered.metadata, paths, (model, args, kwargs))
+    failures.check_added_masks(lowered.gm.graph)
     gm = _finish(lowered.gm, kept, paths)
     written = {n.args[0] for n in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)}
     inputs = [

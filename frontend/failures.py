@@ -128,6 +128,24 @@ def check_effects(effects: list[Effect]) -> None:
     raise CaptureError.at(where, f"the method changes Python state that a graph cannot carry: {what}{others}", remedy)
 
 
+def check_added_masks(graph: fx.Graph) -> None:
+    """Refuses lines of transformers that add a boolean mask to scores, which hides nothing: True counts as 1.
+
+    DeepSeek-V3.2 of transformers 5.14 does so with 'sdpa' where it is traced; an eager call has no mask at that place.
+
+    Raises:
+        CaptureError: names the line.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
+        kinds = [a.meta["val"].dtype for a in node.args if isinstance(a, fx.Node)]
+        where = provenance.of_node(node)
+        ours = where is not None and "transformers/models/" in where.file.replace("\\", "/")
+        if ours and torch.bool in kinds and any(k.is_floating_point for k in kinds):
+            raise CaptureError.at(where, "a boolean mask is added to scores, which hides no key: the traced call would "
+                                  "compute something else than an eager one, which has no mask here",
+                                  "take attn_implementation='eager', whose masks are numbers, or a later transformers")
+
+
 def _remedy_for_effect(owner: str, attributes: tuple[str, ...]) -> str:
     if re.search(r"layers\[\d+\]$", owner) is None:
         return "create the state in __init__ (tensors as buffers) and change it in place: copy_, add_, index_copy_"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -310,3 +313,36 @@ def test_nothing_to_compile_is_said() -> None:
 
     with pytest.raises(CaptureError, match="nothing to compile"):
         capture(Idle(), "forward", (3,))
+
+
+ADDS_ITS_MASK = """
+import torch
+
+class Scores(torch.nn.Module):
+    def forward(self, scores, visible):
+        return torch.topk(scores + visible, 2)[1]
+"""
+
+
+@pytest.mark.parametrize(("folder", "dtype", "refused"), [
+    ("transformers/models", torch.bool, True), ("transformers/models", torch.float32, False),
+    ("mine", torch.bool, False),
+])
+def test_a_boolean_mask_that_transformers_adds_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, dtype: torch.dtype, refused: bool
+) -> None:
+    file = tmp_path / folder / "modeling_scores.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(ADDS_ITS_MASK)
+    spec = importlib.util.spec_from_file_location("modeling_scores", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "modeling_scores", module)
+    spec.loader.exec_module(module)
+    args = (torch.randn(3, 5), torch.ones(3, 5).tril().to(dtype))
+    if not refused:
+        assert capture(module.Scores(), "forward", args).output
+        return
+    with pytest.raises(CaptureError, match=r"a boolean mask is added to scores(.|\n)*scores \+ visible(.|\n)*eager"):
+        capture(module.Scores(), "forward", args)

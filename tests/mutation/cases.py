@@ -13,6 +13,7 @@ import torch
 from cannopy import pipeline
 from cannopy.backend.host import kernels, target
 from cannopy.frontend.capture import capture
+from cannopy.frontend.generation import cache_argument
 from cannopy.frontend.state import prepare_state
 from cannopy.fusion_rules import dialect
 from cannopy.fx_passes import normalise
@@ -64,7 +65,7 @@ FUSIONS = {
                      "add_rms_norm": 2, "rms_norm": 1, "rotary_mul": 2},
     "deepseek_v32_dense_batch": {"sparse_flash_attention": 1, "mla_prolog": 1, "swiglu": 1, "add_rms_norm": 2,
                                  "rms_norm": 1, "rotary_mul": 2},
-    "qwen3": {"swiglu": 1, "add_rms_norm": 2, "rms_norm": 3, "rotary_mul": 2},
+    "qwen3": {"fused_infer_attention": 1, "swiglu": 1, "add_rms_norm": 2, "rms_norm": 3, "rotary_mul": 2},
     "qwen3_moe": {"moe_gating_top_k": 1, "moe_experts": 1, "add_rms_norm": 2, "rms_norm": 3, "rotary_mul": 2},
     "moe_block": {"moe_gating_top_k": 1, "moe_experts": 1, "swiglu": 1},
     "moe_block_batched": {"moe_gating_top_k": 1, "moe_experts": 1, "swiglu": 1},
@@ -116,7 +117,7 @@ def _cached(model: torch.nn.Module, tokens: int, batch: int, past: int, length: 
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(0, model.config.vocab_size, (batch, past + tokens), generator=generator)
     cache = StaticCache(config=model.config, max_cache_len=length)
-    name = "cache" if "cache" in model.forward.__code__.co_varnames else "past_key_values"
+    name = cache_argument(model)
     with torch.no_grad():
         model(ids[:, :past], use_cache=True, **{name: cache})
     return (ids[:, past:],), {name: cache, "use_cache": True}

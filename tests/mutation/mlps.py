@@ -246,7 +246,7 @@ OPERATORS = (
     Operator("glu_silu_spelled_out", BOTH, glus, _spelled_out, legal=True, same=True),
     Operator("glu_gate_clamped", BOTH, glus, _clamp("gate"), words=("clamp",)),
     Operator("glu_up_clamped", BOTH, glus, _clamp("up"), words=("clamp",)),
-    Operator("glu_result_clamped", BOTH, glus, _clamp("product"), legal=True),
+    Operator("glu_result_clamped", BOTH, mlps, _clamp("product"), legal=True),
     Operator("glu_fp32", BOTH, glus, _fp32, legal=True, same=True),
     Operator("glu_silu_fp32", BOTH, glus, _silu_fp32, legal=True, same=True),
     Operator("glu_rounded_to_fp16", BOTH, glus, _rounded_inside, words=("float16", "_to_copy"), same=True),

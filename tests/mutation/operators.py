@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 MARK = "mutant.py:1"
 """The source line of every node that a mutation makes or changes: a reason that points there names the thing."""
 
-ATTENTION = ("sparse_flash_attention", "mla_prolog")
+ATTENTION = ("sparse_flash_attention", "fused_infer_attention", "mla_prolog")
 NORM = ("rms_norm", "add_rms_norm", "mla_prolog")
 ROPE = ("rotary_mul", "mla_prolog")
 ROUTER = ("moe_gating_top_k",)

@@ -22,6 +22,7 @@ BEHIND: dict[str, tuple[str, ...]] = {
     "add_rms_norm": ("lift_rms_norm", "rms_norm"),
     "rotary_mul": ("lift_rotary", "lift_rotary_half"),
     "sparse_flash_attention": ("lift_attention", "lift_rotary", "lift_rotary_half"),
+    "fused_infer_attention": ("lift_attention",),
     "mla_prolog": ("sparse_flash_attention", "lift_attention", "lift_rms_norm", "lift_rotary", "lift_rotary_half"),
     "moe_experts": ("moe_gating_top_k", "swiglu"),
     "swiglu": ("moe_experts",),
@@ -30,6 +31,7 @@ BEHIND: dict[str, tuple[str, ...]] = {
 
 KEYS: dict[str, tuple[str, ...]] = {
     "sparse_flash_attention": ("cannopy.attention.default", "aten.relu.default"),
+    "fused_infer_attention": ("cannopy.attention.default",),
     "mla_prolog": ("cannopy.attention.default", "aten.relu.default"),
     "rms_norm": ("aten.rsqrt.default",),
     "add_rms_norm": ("aten.rsqrt.default",),

@@ -1,6 +1,6 @@
 """Write docs/schedules.md: plans beside those that experts wrote, what each feature is worth, and exact optima.
 
-    python benchmarks/schedules.py            write the page (about a quarter of an hour; the exact solver is most of it)
+    python benchmarks/schedules.py            write the page (a quarter of an hour, most of it the exact solver)
     python benchmarks/schedules.py --quick    print it without the exact solver
 """
 

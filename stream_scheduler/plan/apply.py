@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
 
-from cannopy.stream_scheduler.plan.model import Placement, Plan, PlanError, PlannedPrefetch, SuperKernelRegion, Wait
+from cannopy.stream_scheduler.plan.model import Placement, Plan, PlanError
 from cannopy.stream_scheduler.simulator import Prefetch, Schedule, Task
 
 
@@ -36,28 +36,6 @@ def to_schedule(plan: Plan, schedule: Schedule) -> Schedule:
                                           super_kernel=p.super_kernel if fused else None))
     prefetches = [Prefetch(p.weight, float(p.bytes), p.after) for p in plan.prefetches]
     return schedule.replace(placed, prefetches)
-
-
-def from_schedule(placed: Schedule, graph: Schedule, target: str, options: str = "") -> Plan:
-    """The plan that makes ``placed`` out of ``graph``, which has the same kernels on one stream: the inverse of
-    `to_schedule`. A prefetch is for the first kernel that reads the weight; regions have ``options``."""
-    data = {task.name: set(task.deps) for task in graph.tasks}
-    streams = {task.name: task.stream for task in placed.tasks}
-    readers: dict[str, str] = {}
-    waits = []
-    for task in placed.tasks:
-        known("kernel", task.name, data)
-        waits += [Wait(task.name, on) for on in task.deps if on not in data[task.name]]
-        for weight in task.weights:
-            readers.setdefault(weight.name, task.name)
-    fetches = []
-    for fetch in placed.prefetches:
-        known("weight", fetch.weight, readers)
-        fetches.append(PlannedPrefetch(fetch.weight, int(fetch.bytes), fetch.after, readers[fetch.weight],
-                                       streams[fetch.after]))
-    regions = dict.fromkeys(task.super_kernel for task in placed.tasks if task.super_kernel is not None)
-    return Plan(target, tuple(Placement(t.name, t.stream, t.cores, t.super_kernel) for t in placed.tasks), tuple(waits),
-                tuple(fetches), tuple(SuperKernelRegion(name, options) for name in regions))
 
 
 def _check_names(plan: Plan, tasks: dict[str, Task]) -> None:

@@ -88,7 +88,7 @@ class _Work:
             kinds.setdefault(part.kind, []).append(part)
         first = {kind: Problem(parts[0].tasks, self.machine, self.options) for kind, parts in kinds.items()}
         homes = {group: 0 for problem in first.values()
-                 for group, readers in zip(problem.groups, problem.succs, strict=True) if group is not None and not readers}
+                 for group, readers in zip(problem.groups, problem.succs, strict=True) if group and not readers}
         solved: dict[Hashable, layer.Streams] = {}
         for kind in sorted(kinds, key=lambda kind: -len(kinds[kind]) * sum(first[kind].us)):
             problem = Problem(kinds[kind][0].tasks, self.machine, self.options, dict(homes))

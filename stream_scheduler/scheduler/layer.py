@@ -113,7 +113,7 @@ def _prefetch(stretch: Stretch) -> tuple[tuple[Fetch, ...], Verdict]:
         return (), FORBIDDEN
     pins = _pins(stretch)
     forbidden = frozenset(i for i, pin in enumerate(pins) if pin is False)
-    wanted = frozenset(i for i, pin in enumerate(pins) if pin is True)
+    wanted = frozenset(i for i, pin in enumerate(pins) if pin is True or (switch == "force" and pin is None))
     found = tuple(prefetches(stretch, forbidden, wanted))
     if not found:
         return (), Verdict(False, 0.0, 0.0, "no gain: no weight would arrive in time beside what else reads HBM")

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Sequence
 
 from cannopy.stream_scheduler.scheduler.stretch import Fetch, Stretch
-from cannopy.stream_scheduler.simulator import Trace
+from cannopy.stream_scheduler.simulator import Span, Trace
 
 UNKNOWN_WEIGHTS = frozenset({"grouped_matmul_bf16", "grouped_matmul_int8", "grouped_matmul_w4a8", "embedding"})
 """Kernels that read a part of their weights that depends on data."""
@@ -62,7 +62,7 @@ def _targets(stretch: Stretch, trace: Trace, left_out: frozenset[int] | set[int]
 
 
 def _choices(stretch: Stretch, trace: Trace, found: Sequence[Fetch], target: int, weight: int) -> list[Fetch]:
-    """Ways to fetch one weight: from the latest windows before it, as much as fits, and all of it."""
+    """Ways to fetch one weight: in the latest windows before its kernel, as much as each of them and L2 hold."""
     whole = int(stretch.tasks[target].weights[weight].bytes)
     start = trace.spans[stretch.tasks[target].name].start
     choices = []
@@ -70,50 +70,53 @@ def _choices(stretch: Stretch, trace: Trace, found: Sequence[Fetch], target: int
         planned = sum(f.bytes for f in found
                       if trace.spans[stretch.tasks[f.target].name].start > opened
                       and trace.spans[stretch.tasks[f.after].name].end <= start)
-        room = int(stretch.machine.l2_bytes) - planned
-        fits = min(whole, room, int(_idle_bytes(stretch, trace, opened, start)))
-        if fits < whole:
-            fits = fits // MIB * MIB
-        for amount in dict.fromkeys((fits, min(whole, room))):
-            if amount >= min(LEAST_BYTES, whole) and amount > 0:
-                choices.append(Fetch(target, weight, amount, after))
+        amount = min(whole, int(stretch.machine.l2_bytes) - planned, int(_idle_bytes(stretch, trace, opened, start)))
+        if amount < whole:
+            amount = amount // MIB * MIB
+        if amount >= min(LEAST_BYTES, whole):
+            choices.append(Fetch(target, weight, amount, after))
     return choices
+
+
+def _busy(stretch: Stretch, span: Span) -> bool:
+    """Whether a kernel reads so much that it leaves no window."""
+    return span.hbm_bytes > stretch.machine.prefetch_rate * BUSY * span.us
 
 
 def _windows(stretch: Stretch, trace: Trace, target: int) -> list[tuple[int, float]]:
     """(task of the first layer, its end) where HBM becomes idle, of tasks that are sure to come before ``target``."""
     before = stretch.before[target]
-    rate = stretch.machine.prefetch_rate * BUSY
+    spans = [trace.spans[stretch.tasks[i].name] for i in stretch.first[1].order]
     found = []
-    pending = True
+    closed = True
     for i in stretch.first[1].order:
         if not before >> i & 1:
             continue
         span = trace.spans[stretch.tasks[i].name]
-        busy = span.hbm_bytes > rate * span.us
-        if busy:
-            pending = True
-        follows = [j for j in stretch.first[1].order if trace.spans[stretch.tasks[j].name].start >= span.end - 1e-6]
-        nexts = min(follows, key=lambda j: trace.spans[stretch.tasks[j].name].start, default=None)
-        following = trace.spans[stretch.tasks[nexts].name] if nexts is not None else None
-        quiet = following is None or following.hbm_bytes <= rate * following.us
-        if pending and (quiet or nexts == target):
+        closed = closed or _busy(stretch, span)
+        behind = min((s for s in spans if s.start >= span.end - 1e-6), key=lambda s: s.start, default=None)
+        opens = behind is None or not _busy(stretch, behind) or behind.task.name == stretch.tasks[target].name
+        if closed and opens:
             found.append((i, span.end))
-            pending = False
+            closed = False
     return found
 
 
 def _idle_bytes(stretch: Stretch, trace: Trace, start: float, end: float) -> float:
-    """Bytes that the prefetch engine could move from ``start`` to ``end`` beside what runs."""
+    """Bytes that the prefetch engine could move from ``start`` until ``end``, or until a kernel that reads much starts,
+    beside what runs."""
     machine = stretch.machine
-    moved = [(i.start, i.end, i.hbm_rate) for i in trace.intervals if i.running and i.end > start and i.start < end]
-    moved += [(p.start, p.end, p.bytes / (p.end - p.start)) for p in trace.prefetches
-              if p.end > max(start, p.start) and p.start < end]
-    times = sorted({start, end, *(t for s, e, _ in moved for t in (s, e) if start < t < end)})
+    end = min([end, *(s.start for s in trace.spans.values() if s.end > start and _busy(stretch, s))])
+    if end <= start:
+        return 0.0
+    reads = [(i.start, i.end, i.hbm_rate) for i in trace.intervals if i.running and i.end > start and i.start < end]
+    fetched = [(p.start, p.end) for p in trace.prefetches if p.end > start and p.start < end]
+    times = sorted({start, end, *(t for s, e, *_ in (*reads, *fetched) for t in (s, e) if start < t < end)})
     total = 0.0
     for a, b in itertools.pairwise(times):
-        used = sum(rate for s, e, rate in moved if s <= a and e >= b)
-        total += (b - a) * max(0.0, min(machine.prefetch_rate, machine.hbm_rate - used))
+        if not any(s <= a and e >= b for s, e in fetched):
+            used = sum(rate for s, e, rate in reads if s <= a and e >= b)
+            total += (b - a) * max(0.0, min(machine.prefetch_rate, machine.hbm_rate - used))
     return total
 
 

@@ -112,6 +112,11 @@ class Problem:
             return (0,)
         return range(count)
 
+    def alone(self, i: int) -> bool:
+        """Whether one stream is possible for task ``i`` whatever the others do: a pin, or nothing reads it."""
+        pin = self.pins[i]
+        return not self.succs[i] or (pin is not None and pin.stream is not None)
+
     def _pinned_stream(self, i: int, name: str) -> int:
         """The number of the stream that task ``i`` is pinned to; `PlanError` when it cannot be there."""
         names = [stream_name(number) for number in range(self.options.streams)]

@@ -22,7 +22,8 @@ _TINY = 1e-6
 
 def refined(problem: Problem, solution: Solution, streams: int, settled: bool) -> Solution:
     """``solution`` with better limits by the list scheduler, or an equal one. ``settled``: every group of collectives
-    stays on the stream that it is on."""
+    stays on the stream that it is on; otherwise they may wander, and whether they end up where they have to be is for
+    the caller to check."""
     search = _Search(problem, solution, streams, settled)
     for _ in range(PASSES):
         before = search.found.us
@@ -47,8 +48,9 @@ class _Search:
         self.limit = list(solution.cores)
         homes = {group: solution.streams[i] for i, group in enumerate(problem.groups)}
         for i, group in enumerate(problem.groups):
-            if settled and group is not None:
-                self.lister.allowed[i] = (homes[group],)
+            if group is not None:
+                anywhere = problem.streams_of(i, streams, True) if problem.alone(i) else tuple(range(streams))
+                self.lister.allowed[i] = (homes[group],) if settled else tuple(anywhere)
             self.lister.set(i, self.limit[i])
         self.found = self.lister.improved(1)
 

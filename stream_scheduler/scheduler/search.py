@@ -63,12 +63,13 @@ def with_limits(problem: Problem, streams: int, start: Found, forced: bool = Fal
             chosen, here = option, result
     best = _chosen(problem, best, here)
     if problem.options.split == "search" and not keep and not math.isinf(best.us):
-        best = _refined(problem, best, streams)
+        best = _refined(problem, best, streams, forced)
     return start if math.isinf(best.us) else best
 
 
-def _refined(problem: Problem, best: Found, streams: int) -> Found:
-    """With limits kernel by kernel, where that wins more than `REFINED` times the threshold: they need more waits."""
+def _refined(problem: Problem, best: Found, streams: int, forced: bool) -> Found:
+    """With limits kernel by kernel, where that wins more than `REFINED` times the threshold: they need more waits.
+    ``forced``: not without any limit."""
     margin = problem.options.threshold * REFINED * best.us
     if best.us - max(problem.tails) <= margin:
         return best
@@ -76,6 +77,8 @@ def _refined(problem: Problem, best: Found, streams: int) -> Found:
     for seed in dict.fromkeys([best.solution, dataclasses.replace(best.solution, cores=(None,) * problem.size)]):
         for settled in (True, False):
             solution = refined(problem, seed, streams, settled)
+            if forced and not solution.limited:
+                continue
             us = problem.time(solution)
             if us < min(found.us, best.us - margin) - _TINY and legal(problem, solution):
                 found = Found(solution, us)

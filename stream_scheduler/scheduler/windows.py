@@ -68,13 +68,13 @@ def needs_limits(problem: Problem, window: Window, solution: Solution) -> bool:
 
 
 def legal(problem: Problem, solution: Solution) -> bool:
-    """Whether each group of collectives stays on one stream, and what may run at the same time fits the chip wherever
+    """Whether each group of collectives stays on its stream, and what may run at the same time fits the chip wherever
     it has to."""
     groups: dict[str, set[int]] = {}
     for i, group in enumerate(problem.groups):
         if group is not None:
             groups.setdefault(group, set()).add(solution.streams[i])
-    if any(len(streams) > 1 for streams in groups.values()):
+    if any(streams != {problem.homes.get(group, min(streams))} for group, streams in groups.items()):
         return False
     masks = beside(problem, solution)
     return not any(_crowded(problem, solution, i, masks[i]) for i in range(problem.size) if masks[i])

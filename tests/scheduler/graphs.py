@@ -19,8 +19,8 @@ RATE = 1.4e6
 
 @dataclass(frozen=True)
 class Kernel:
-    """``fixed`` microseconds, and ``work`` microseconds on ``cores`` that grow as cores are taken away; reading ``bytes``
-    of weights takes its time beside that."""
+    """``fixed`` microseconds, and ``work`` microseconds on ``cores`` that grow as cores are taken away; reading
+    ``bytes`` of weights takes its time beside that."""
 
     kernel: str
     cores: tuple[int, int]

@@ -130,12 +130,15 @@ def attributes(op: Any) -> dict[str, str]:
 
 
 def _pair(graph: fx.Graph, ops: list[Any]) -> dict[str, Any]:
-    """{call: its op}, for operators of which the lowered graph has as many calls as the graph."""
+    """{call: its op}, for operators of which the lowered graph has as many calls as the graph. Where a call has become
+    several ops, as a sort does whose indices are cast, it is the first of them."""
     lowered: dict[str, list[Any]] = {}
+    seen: set[str] = set()
     for op in ops:
-        _, _, target = proto.fx_name(op).partition("-")
-        if target:
+        _, _, target = (name := proto.fx_name(op)).partition("-")
+        if target and name not in seen:
             lowered.setdefault(target, []).append(op)
+        seen.add(name)
     calls: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
         if node.op == "call_function":

@@ -178,6 +178,7 @@ class TorchairFactory:
             "dynamic": False,
             "cache_dir": str(self.work.path),
             "ge_cache": True,
+            "global_rank": 0,  # part of torchair's path: ranks that share an entry must look in one place
         }
         inner = importlib.import_module("torchair.inference._cache_compiler").cache_compile
         unknown = settings.keys() - inspect.signature(inner).parameters.keys()

@@ -33,6 +33,14 @@ def test_equal_graphs_share_an_entry(tmp_path: Path) -> None:
     assert "world: 2 -> 1" in alone.reason
 
 
+@pytest.mark.slow
+def test_ranks_share_what_torchair_stored(tmp_path: Path) -> None:
+    """torchair has the rank in its paths."""
+    cache = tmp_path / "cache"
+    found = results(2, lambda rank: compiled_by(Tiny, cache, 120.0, engine="torchair"), tmp_path / "out")
+    assert sorted(r.get("status", r) for r in found) == ["hit", "miss"]
+
+
 def test_graphs_that_can_depend_on_the_rank_are_built_together(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
 

@@ -40,6 +40,8 @@ FEW = {"vocab_size": 512, "moe_intermediate_size": 64, "n_routed_experts": 8, "n
        "num_experts_per_tok": 2, "first_k_dense_replace": 3}  # fmt: skip
 """Sizes below those of the tiny preset, which only make tensors smaller."""
 TOKENS = {"decode": 1, "prefill": 32}
+SMALLEST = 0.01
+"""Seconds below which a cost is the clock's grain."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +78,11 @@ class Result:
     inductor_matches: int = 0
 
     def ratios(self) -> dict[str, float]:
-        """The figures that do not depend on the machine, of CPU seconds."""
+        """The figures that do not depend on the machine, of CPU seconds; none of costs too small to compare."""
         pairs = [("capture of all layers", "capture"), ("one rule of inductor", "passes"),
                  *((f"{name}, twice", name) for name in (*PARTS, "passes", "capture"))]  # fmt: skip
-        return {f"{a} / {b}": self.costs[a].cpu / self.costs[b].cpu for a, b in pairs if a in self.costs}
+        return {f"{a} / {b}": self.costs[a].cpu / self.costs[b].cpu for a, b in pairs
+                if a in self.costs and self.costs[b].cpu > SMALLEST}
 
 
 PARTS = ("match and rewrite", stamp.NAME, "verification")

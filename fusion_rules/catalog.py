@@ -10,6 +10,7 @@ from cannopy.fusion_rules.lift import rotary as lift_rotary
 from cannopy.fusion_rules.lower import add_rms_norm, interleave_rope, rms_norm, rotary_mul
 from cannopy.fusion_rules.rewrite import (
     fused_infer_attention,
+    kv_rmsnorm_rope_cache,
     mla_prolog,
     mla_prolog_dense,
     moe_experts,
@@ -32,13 +33,15 @@ REWRITE: tuple[Rule, ...] = (
     fused_infer_attention.RULE,
     mla_prolog.RULE,
     mla_prolog_dense.RULE,
+    kv_rmsnorm_rope_cache.RULE,
     *moe_gating_top_k.RULES,
     *moe_experts.RULES,
     *moe_experts_batched.RULES,
     *swiglu.RULES,
 )
-"""Composites to fused ops. The MLA prolog needs the fused attention to read its caches; the experts read the ids of
-the fused router, and their own gate and up products are theirs before `swiglu` looks for pairs of linears."""
+"""Composites to fused ops. The MLA prolog needs the fused attention to read its caches; where it takes none of the key
+side, that is for the rule behind it. The experts read the ids of the fused router, and their own gate and up products
+are theirs before `swiglu` looks for pairs of linears."""
 
 LOWER: tuple[Rule, ...] = (add_rms_norm.RULE, rms_norm.RULE, rotary_mul.RULE, interleave_rope.RULE)
 """Dialect ops to single device ops; the residual form of the norm comes before the plain one."""

@@ -168,6 +168,21 @@ def fused_expanded(**changes: Any) -> Call:
     return call | changes
 
 
+def kv_cache(**changes: Any) -> Call:
+    call: Call = {
+        "kv": t(1, 1, 6, 576),
+        "gamma": t(512),
+        "cos": t(1, 1, 6, 64),
+        "sin": t(1, 1, 6, 64),
+        "index": t(6, dtype=INT64),
+        "k_cache": t(3, 16, 1, 64),
+        "ckv_cache": t(3, 16, 1, 512),
+        "cache_mode": "PA_BNSD",
+        "is_output_kv": True,
+    }
+    return call | changes
+
+
 def grouped(dtype: torch.dtype = BF16, **changes: Any) -> Call:
     call: Call = {
         "x": [t(12, 64, dtype=dtype)],
@@ -304,6 +319,7 @@ LEGAL: dict[str, dict[str, Callable[[], Call]]] = {
     },
     "npu_lightning_indexer": {"paged": indexer_paged, "bsnd": indexer_bsnd, "tnd": indexer_tnd},
     "npu_sparse_flash_attention": {"paged": attention_paged, "bsnd": attention_bsnd, "tnd": attention_tnd},
+    "npu_kv_rmsnorm_rope_cache_v2_functional": {"packed": kv_cache},
     "npu_fused_infer_attention_score_v2": {
         "grouped": fused_grouped,
         "latent": fused_latent,

@@ -170,6 +170,20 @@ def _counts() -> Tensor:
     return torch.tensor([3, 0, 5, 4])
 
 
+def _kv_cache_inputs() -> tuple[Tensor, ...]:
+    return (_r(1, 1, 3, 576), 1 + _r(512, scale=0.1), *_angles(1, 1, 3, 64), torch.tensor([7, 17, 18]),
+            _r(2, 16, 1, 64), _r(2, 16, 1, 512))
+
+
+def _kv_cache(kv: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor, index: Tensor, kr: Tensor, ckv: Tensor) -> Any:
+    rope, latent, new_kr, new_ckv = npu.npu_kv_rmsnorm_rope_cache_v2_functional(
+        kv, gamma, cos, sin, index, kr, ckv, epsilon=3e-3, cache_mode="PA_BNSD", is_output_kv=True,
+    )  # fmt: skip
+    kr.copy_(new_kr)
+    ckv.copy_(new_ckv)
+    return rope, latent, new_kr.sum(), new_ckv.sum()
+
+
 FUSED: list[FusedCase] = [
     FusedCase("RmsNorm", lambda x, g: npu.npu_rms_norm(x, g, 0.25), lambda: (_r(3, 64), _r(64))),
     FusedCase(
@@ -210,6 +224,7 @@ FUSED: list[FusedCase] = [
         lambda: (_r(2, 4, 1, 32), _r(2, 2, 9, 32), _r(2, 2, 9, 32), torch.tensor([9, 4])),
         name="FusedInferAttentionScore-grouped",
     ),
+    FusedCase("KvRmsNormRopeCache", _kv_cache, _kv_cache_inputs, mutates=(5, 6)),
     FusedCase("MlaPrologV3", _prolog, _prolog_inputs, mutates=(9, 10)),
     FusedCase("ScatterNdUpdate", _scatter, lambda: (_r(8, 16), torch.tensor([[5], [1]]), _r(2, 16)), mutates=(0,)),
 ]

@@ -41,6 +41,8 @@ TABLE = {
     "fused_infer_attention": _of("rules/test_fused_infer_attention.py", "test_fires_on_exact_forms",
                                  "rules/test_mla_prolog_dense.py::test_the_layer_is_prolog_attention_and_two_products",
                                  "test_refuses"),
+    "kv_rmsnorm_rope_cache": _of("rules/test_kv_rmsnorm_rope_cache.py", "test_fires_on_both_kinds_of_cache",
+                                 "test_fires_on_both_kinds_of_cache", "test_refuses"),
     "mla_prolog": _of(ATTENTION, "test_the_whole_layer_fuses", COUNTS,
                       "test_a_mutant_is_refused_with_its_reason_and_stays_right"),
     "moe_gating_top_k": _of(GATING, "test_fires_on_exact_forms", "test_fires_on_the_stock_router", "test_refuses"),

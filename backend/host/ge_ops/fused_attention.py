@@ -50,6 +50,27 @@ def mla_prolog_v3(op: Op) -> Kernel:
     return kernel
 
 
+def kv_rmsnorm_rope_cache(op: Op) -> Kernel:
+    """(k_cache, ckv_cache, k_rope, c_kv); both caches are written in place."""
+    ref = op.inputs[5:7]
+    if ref != ("k_cache", "ckv_cache"):
+        raise op.error(f"inputs 5 and 6 are {ref}, expected k_cache and ckv_cache")
+    attrs = {
+        "epsilon": op.number("epsilon", 1e-5),
+        "cache_mode": op.text("cache_mode", "Norm"),
+        "is_output_kv": op.flag("is_output_kv", False),
+    }
+
+    def kernel(*args: Tensor | None) -> tuple[Tensor | None, ...]:
+        rope, latent, *new = torch.ops.npu.npu_kv_rmsnorm_rope_cache_v2_functional(**named(op, args), **attrs)
+        for cache, value in zip(args[5:7], new, strict=True):
+            assert cache is not None
+            cache.copy_(value)
+        return args[5], args[6], rope, latent
+
+    return kernel
+
+
 def lightning_indexer(op: Op) -> Kernel:
     """(sparse_indices, sparse_values). The attribute is return_values, the argument return_value."""
     attrs = {
@@ -105,6 +126,7 @@ def fused_infer_attention_score(op: Op) -> Kernel:
 
 OPS: dict[str, Builder] = {
     "FusedInferAttentionScore": fused_infer_attention_score,
+    "KvRmsNormRopeCache": kv_rmsnorm_rope_cache,
     "LightningIndexer": lightning_indexer,
     "MlaPrologV3": mla_prolog_v3,
     "SparseFlashAttention": sparse_flash_attention,

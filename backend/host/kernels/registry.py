@@ -17,6 +17,7 @@ from .add_rms_norm import npu_add_rms_norm
 from .fused_infer_attention_score import npu_fused_infer_attention_score_v2
 from .grouped_matmul import npu_grouped_matmul
 from .interleave_rope import npu_interleave_rope
+from .kv_rmsnorm_rope_cache import npu_kv_rmsnorm_rope_cache_v2_functional
 from .lightning_indexer import npu_lightning_indexer
 from .mla_prolog_v3 import npu_mla_prolog_v3, npu_mla_prolog_v3_functional
 from .moe_finalize_routing import npu_moe_finalize_routing
@@ -37,6 +38,7 @@ KERNELS: tuple[Kernel, ...] = (
     npu_fused_infer_attention_score_v2,
     npu_grouped_matmul,
     npu_interleave_rope,
+    npu_kv_rmsnorm_rope_cache_v2_functional,
     npu_lightning_indexer,
     npu_mla_prolog_v3,
     npu_mla_prolog_v3_functional,

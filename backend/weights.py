@@ -38,11 +38,13 @@ class WeightMemory:
 
     ``derived``: how many; ``bytes``: of those that were made for this method; ``shared_bytes``: of those that another
     compiled method of the same model had already. A weight that is its source in another shape takes nothing.
+    ``source_bytes``: the model's own weights that they were made from, which stay in memory beside them.
     """
 
     derived: int
     bytes: int
     shared_bytes: int
+    source_bytes: int
 
 
 def _place(t: torch.Tensor) -> tuple[Any, ...]:
@@ -96,7 +98,7 @@ class WeightBinder:
         self._bound = [specs[n] for n in sorted(names)]
         self._ties: list[frozenset[str]] = []
         self._sources: dict[str, torch.Tensor] = {}
-        self.memory, self._first = WeightMemory(0, 0, 0), True
+        self.memory, self._first = WeightMemory(0, 0, 0, 0), True
 
     def bind(self, module: torch.nn.Module) -> None:
         """Register every attribute of `module`. `GuardError` if the model has no such weight or another layout."""
@@ -137,7 +139,9 @@ class WeightBinder:
                 known.copy_(value)
             values[name] = known
         if self._first:  # later binds find what this method had before
-            self.memory, self._first = WeightMemory(len(recipes), own, shared), False
+            used = {n for w in recipes.values() for n in w.sources}
+            sources = {t.data_ptr(): t.nbytes for n, t in self._sources.items() if n in used}
+            self.memory, self._first = WeightMemory(len(recipes), own, shared, sum(sources.values())), False
 
     def changed(self) -> Change:
         """What happened to the weights since they were bound; a few tens of nanoseconds per weight."""

@@ -26,8 +26,6 @@ from cannopy.backend.options import BuildOptions
 from cannopy.backend.runtime import CompiledModel
 from cannopy.fx_passes.program import InputSpec, OutputSpec, Program, WeightEntry
 
-LIMIT_US = 50.0
-"""The most that a check of 200 tensors may take."""
 aten = torch.ops.aten
 
 

@@ -24,11 +24,6 @@ from typing import Any
 
 import torch
 
-LIMIT_SECONDS = {61: 4.0, 4: 0.5}
-"""Most CPU time of a warm start by number of layers, without the weight plan and the first run itself."""
-LIMIT_RATIO = 15.0
-"""Least ratio of a cold to a warm start of 61 layers."""
-
 
 def timed(owner: Any, name: str, total: dict[str, float], part: str) -> None:
     """Add the CPU time of each call of ``owner.name`` to ``total[part]``."""

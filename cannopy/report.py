@@ -43,8 +43,9 @@ class CompileReport:
     counted before torchair, so an op that it splits is one here. ``device``: ``npu`` or ``host``. ``versions``
     {package: version}. ``pipeline``: its text (`cannopy.pipeline_text`). ``passes``: {name, seconds, nodes_before,
     nodes_after, changes} in order. ``regions`` {layers, captured, reason}: layers in lists of layers, how many of them
-    were captured, and why all of them where some could have been left out. ``weights`` {derived, bytes, shared_bytes}:
-    weights made from the model's at load time, their memory, and what of it another compiled method had already.
+    were captured, and why all of them where some could have been left out. ``weights`` {derived, bytes, shared_bytes,
+    source_bytes}: weights made from the model's at load time, their memory, what of it another compiled method had
+    already, and what they were made from.
     """
 
     fusions: dict[str, int] = field(default_factory=dict)

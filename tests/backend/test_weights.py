@@ -190,6 +190,7 @@ def test_two_methods_of_a_model_share_derived_weights() -> None:
     size = model.proj.weight.nbytes
     memory = [(c.weight_memory.bytes, c.weight_memory.shared_bytes) for c in (first, second, other)]
     assert memory == [(size, 0), (0, size), (size, 0)]
+    assert first.weight_memory.source_bytes == size
     for _ in range(2):
         with torch.no_grad():
             model.proj.weight.neg_()

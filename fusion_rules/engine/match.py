@@ -259,8 +259,8 @@ class _Tolerant(Matcher):
             between += level
 
     def _left_out(self, p: Op, value: fx.Node, state: State, user: fx.Node, stop: Stop) -> Iterator[State]:
-        """What ``p`` reads, without ``p``."""
-        for operand in p.args:
+        """What ``p`` reads, without ``p``; a sum or product without one of its operands is something else."""
+        for operand in () if p.commutative else p.args:
             if size_of(operand):
                 yield from super()._match(operand, value, replace(state, hole=state.hole or stop,
                                                                   gap=(id(p), id(value))), user)

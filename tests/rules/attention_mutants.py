@@ -85,7 +85,9 @@ def _one_row_for_all_queries(program: Program) -> None:
     for user in users:
         user.replace_input_with(whole, row)
     for node in program.gm.graph.nodes:
-        if is_call(node, aten.select.int, aten.bitwise_not.default):
+        if is_call(node, aten.reshape.default) and node.args[0] is row:
+            node.args = (row, [shape(row)[0], *shape(row)[2:]])
+        if is_call(node, aten.select.int, aten.bitwise_not.default, aten.reshape.default):
             editor.refresh(node)
 
 

@@ -105,9 +105,10 @@ NOTES = (
     "",
     "transformers 5.14 expands keys and values of DeepSeek-V3.2 before it caches them. There is no latent cache to "
     "attend or to write, so its indexer, norms and rotary fuse one by one. It is measured with "
-    "`attn_implementation='eager'`: with 'sdpa' that version makes no mask in an eager prefill and a boolean one when "
-    "it is traced, which it adds to the indexer's scores, so that a traced prefill computes something else (mended by "
-    "5.24).",
+    "`attn_implementation='eager'`: with 'sdpa' that version makes no mask in an eager call and a boolean one when it is "
+    "traced, which its indexer adds to the scores (`index_scores + attention_mask`), where True counts as 1 and hides "
+    "nothing. A traced call would compute something else than an eager one, in prefill and in decode, so capture refuses "
+    "the model with that line and the cure (5.24 fills the masked scores instead and is taken as it is).",
     "",
     "Not covered yet: attention without an indexer (MLA of DeepSeek-V3, grouped queries of Qwen and Llama) stays plain "
     "attention.",

@@ -37,6 +37,7 @@ lint: $(READY) ## ruff and a strict mypy
 
 docs: $(READY) ## write the pages that are generated from rules, contracts and the cost model
 	@$(BIN)/python docs/generate.py
+	@OMP_NUM_THREADS=1 $(BIN)/python tools/fusion_table.py
 
 calibrate: $(READY) ## fit the cost model's constants and write docs/accuracy.md (minutes)
 	@$(BIN)/python benchmarks/calibrate.py

@@ -101,8 +101,9 @@ class Family:
         return {rule: n for rule, n in rules.items() if n}
 
 
-BY_HAND = """By hand: counted from the models that are written by hand for these devices (cann-recipes-infer), in bf16 and
-on one die: collectives left out, dispatch and combine counted as the one kernel each that routing takes without them."""
+BY_HAND = """By hand: counted from the models that are written by hand for these devices (cann-recipes-infer), in bf16
+and on one die: collectives left out, dispatch and combine counted as the one kernel each that routing takes without
+them."""
 ROUTED = {"Cast": 1, "gating": 1, "routing": 1, "grouped matmul": 2, "finalize": 1}
 LATENT = {"MLA prolog": 1, "fused infer attention": 1, "transposed matmul": 1}
 R1 = {"add + norm": 2, **LATENT, "matmul": 4, **ROUTED, "SwiGLU": 2, "add": 1}

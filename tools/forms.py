@@ -105,13 +105,13 @@ NOTES = (
     "",
     "transformers 5.14 expands keys and values of DeepSeek-V3.2 before it caches them. There is no latent cache to "
     "attend or to write, so its indexer, norms and rotary fuse one by one. It is measured with "
-    "`attn_implementation='eager'`: with 'sdpa' that version makes no mask in an eager call and a boolean one when it is "
-    "traced, which its indexer adds to the scores (`index_scores + attention_mask`), where True counts as 1 and hides "
-    "nothing. A traced call would compute something else than an eager one, in prefill and in decode, so capture refuses "
-    "the model with that line and the cure (5.24 fills the masked scores instead and is taken as it is).",
+    "`attn_implementation='eager'`: with 'sdpa' that version makes no mask in an eager call and a boolean one when it "
+    "is traced, which its indexer adds to the scores (`index_scores + attention_mask`), where True counts as 1 and "
+    "hides nothing. A traced call would compute something else than an eager one, in prefill and in decode, so capture "
+    "refuses the model with that line and the cure (5.24 fills the masked scores instead and is taken as it is).",
     "",
-    "Not covered yet: attention without an indexer (MLA of DeepSeek-V3, grouped queries of Qwen and Llama) stays plain "
-    "attention.",
+    "Attention without an indexer (MLA of DeepSeek-V3, grouped queries of Qwen and Llama) has no column: its rules are "
+    "younger than these tables.",
 )
 
 

@@ -70,7 +70,7 @@ def streams(problem: Problem) -> Streams:
 def _judged(problem: Problem, before: Found, after: Found, switch: Switch, nothing: str) -> Verdict:
     if after.solution == before.solution:
         return Verdict(False, 0.0, 0.0, f"no gain: {nothing}")
-    least = problem.options.threshold * problem.time(problem.serial())
+    least = _least(problem, problem.serial())
     return judge(_timer(problem, before.solution), _timer(problem, after.solution), least, switch)
 
 
@@ -99,7 +99,7 @@ def extras(stretch: Stretch, fuser: Fuser | None, why_not: str) -> Extras:
         nothing = Verdict(False, 0.0, 0.0, "no gain: no run of kernels is faster as a SuperKernel")
         return Extras(fetches, plain, verdict, nothing, cuts)
     second = judge(lambda cost: stretch.time(fetches, plain, cost), lambda cost: stretch.time(fetches, fused, cost),
-                   _least(stretch), switch)
+                   _least(*stretch.first), switch)
     if not second.applied:
         pinned = {fused[i] for i in _kept(problem)}
         fused = tuple(region if region in pinned else None for region in fused)
@@ -118,16 +118,15 @@ def _prefetch(stretch: Stretch) -> tuple[tuple[Fetch, ...], Verdict]:
     if not found:
         return (), Verdict(False, 0.0, 0.0, "no gain: no weight would arrive in time beside what else reads HBM")
     verdict = judge(lambda cost: stretch.time((), (), cost), lambda cost: stretch.time(found, (), cost),
-                    _least(stretch), switch)
+                    _least(*stretch.first), switch)
     if verdict.applied:
         return found, verdict
     return tuple(f for f in found if f.target in wanted), verdict
 
 
-def _least(stretch: Stretch) -> float:
-    """What a feature has to win: a share of the time of the layer itself."""
-    problem, solution = stretch.first
-    return problem.options.threshold * problem.time(solution)
+def _least(problem: Problem, solution: Solution) -> float:
+    """What a feature has to win in a layer, in microseconds."""
+    return max(problem.options.threshold * problem.time(solution), problem.options.least_us)
 
 
 def _pins(stretch: Stretch) -> list[bool | None]:

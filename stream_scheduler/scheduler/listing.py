@@ -9,6 +9,7 @@ the starts being the new lists. The longest kernels of side streams are also tri
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -128,9 +129,11 @@ class Lister:
         cores = self.problem.used(i, limit)
         self.cores[i], self.us[i] = cores, self.problem.us_on(i, cores)
 
-    def improved(self, rounds: int) -> Layout:
-        """The list by longest chains, justified up to ``rounds`` times."""
+    def improved(self, rounds: int, most: float = math.inf) -> Layout:
+        """The list by longest chains, justified up to ``rounds`` times unless it is longer than ``most``."""
         found = self.place([-tail for tail in self._tails()])
+        if found.us > most:
+            return found
         for _ in range(rounds):
             right = self.place([-end for end in found.end], reverse=True)
             left = self.place([-end for end in right.end])

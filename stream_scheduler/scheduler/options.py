@@ -15,14 +15,15 @@ MOST_STREAMS = 4
 
 @dataclass(frozen=True)
 class ScheduleOptions:
-    """``streams``: budget, 1 to 4; another stream is used only where it wins more than ``threshold``, a share of the
-    time of the layer. ``split``: core limits are searched, or always halves. ``order``: kernels are reordered, or stay
+    """``streams``: budget, 1 to 4. A feature is applied in a layer where it wins more than ``threshold``, a share of
+    the time of the layer, and more than ``least_us`` microseconds, which an event and a wait may cost. ``split``: core limits are searched, or always halves. ``order``: kernels are reordered, or stay
     in graph order. ``groups`` {kernel: communication group} where the name of a kernel does not tell; see
     `collectives`. ``pins``: switches of features and fixed kernels. ``target``: name of the chip, for the plan."""
 
     target: str = ""
     streams: int = 2
     threshold: float = 0.005
+    least_us: float = 2.0
     split: Literal["search", "half"] = "search"
     order: Literal["search", "graph"] = "search"
     groups: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))

@@ -156,7 +156,8 @@ class Problem:
             deps = tuple(names[j] for j in (*self.preds[i], *waits.get(i, ())))
             region = solution.fused[i] if solution.fused else None
             placed.append(Task(task.name, loads[i] if loads else task.load, stream_name(solution.streams[i]), deps,
-                               solution.cores[i], task.weights, None if region is None else str(region)))
+                               solution.cores[i], task.weights, None if region is None else str(region), task.label,
+                               task.layer))
         return Schedule(tuple(placed), tuple(prefetches), 0)
 
     def time(self, solution: Solution, loads: Sequence[Load] | None = None, machine: Machine | None = None) -> float:

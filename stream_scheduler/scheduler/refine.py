@@ -17,6 +17,10 @@ from cannopy.stream_scheduler.scheduler.splits import limits, splits
 from cannopy.stream_scheduler.scheduler.windows import apart, beside
 
 PASSES = 3
+MOST_MOVES = 400
+"""Changes that are tried for one layer."""
+HOPELESS = 1.02
+"""A list that much longer than the best one is not worth improving."""
 _TINY = 1e-6
 
 
@@ -53,15 +57,17 @@ class _Search:
                 self.lister.allowed[i] = (homes[group],) if settled else tuple(anywhere)
             self.lister.set(i, self.limit[i])
         self.found = self.lister.improved(1)
+        self.left = MOST_MOVES
 
     def attempt(self, change: Mapping[int, Cores | None]) -> None:
         """Keep ``change`` {task: limit} if the layout gets shorter."""
         change = {i: cores if cores in self.choices[i] else self.choices[i][0] for i, cores in change.items()}
-        if all(self.limit[i] == cores for i, cores in change.items()):
+        if not self.left or all(self.limit[i] == cores for i, cores in change.items()):
             return
+        self.left -= 1
         for i, cores in change.items():
             self.lister.set(i, cores)
-        tried = self.lister.improved(1)
+        tried = self.lister.improved(1, HOPELESS * self.found.us)
         if tried.us < self.found.us - _TINY:
             self.found = tried
             for i, cores in change.items():

@@ -74,14 +74,14 @@ def _refined(problem: Problem, best: Found, streams: int, forced: bool) -> Found
     if best.us - max(problem.tails) <= margin:
         return best
     found = best
-    for seed in dict.fromkeys([best.solution, dataclasses.replace(best.solution, cores=(None,) * problem.size)]):
-        for settled in (True, False):
-            solution = refined(problem, seed, streams, settled)
-            if forced and not solution.limited:
-                continue
-            us = problem.time(solution)
-            if us < min(found.us, best.us - margin) - _TINY and legal(problem, solution):
-                found = Found(solution, us)
+    for settled in (False, True):
+        solution = refined(problem, best.solution, streams, settled)
+        if forced and not solution.limited:
+            continue
+        us = problem.time(solution)
+        if legal(problem, solution):
+            found = Found(solution, us) if us < best.us - margin - _TINY else best
+            break
     return _fewer_waits(problem, found) if found is not best else best
 
 

@@ -62,7 +62,7 @@ def test_plan_files_give_the_plan_back(case: tuple[str, Schedule, Plan]) -> None
 def test_longcat_shares_the_chip_in_the_second_stage(case: tuple[str, Schedule, Plan]) -> None:
     """Two streams; none of the first attention is limited; behind it the experts run on a side stream beside the dense
     path, and the two limits that they are given make up the chip."""
-    name, tasks, plan = case
+    name, _, plan = case
     if name != "LongCat-Flash":
         pytest.skip("another model")
     assert plan.streams == ("main", "side1")
@@ -71,7 +71,8 @@ def test_longcat_shares_the_chip_in_the_second_stage(case: tuple[str, Schedule, 
     assert all(p.cores is None and p.stream == "main" for p in layer[: stage + 1])
     experts = [p for p in layer if p.node in ("5.router", "5.dispatch", "5.experts_gate_up", "5.combine")]
     assert {p.stream for p in experts} == {"side1"}
-    limits = {stream: {p.cores for p in layer[stage + 1 :] if p.stream == stream and p.cores} for stream in plan.streams}
+    limits = {stream: {p.cores for p in layer[stage + 1 :] if p.stream == stream and p.cores}
+              for stream in plan.streams}
     assert len(limits["main"]) == len(limits["side1"]) == 1
     (main,), (side,) = limits["main"], limits["side1"]
     assert (main[0] + side[0], main[1] + side[1]) == (24, 48)

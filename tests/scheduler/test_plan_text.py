@@ -71,7 +71,8 @@ def test_from_text_and_back(graph: Schedule) -> None:
     text = TEXT.replace(", previous/x", "")
     plan = from_yaml(text, graph)
     assert plan.by_node["1.down"] == Placement("1.down", "side1", (8, 16), None)
-    assert plan.by_node["2.norm"].super_kernel == plan.by_node["2.up"].super_kernel != plan.by_node["1.up"].super_kernel
+    regions = [plan.by_node[name].super_kernel for name in ("2.norm", "2.up", "1.up")]
+    assert regions[0] == regions[1] != regions[2]
     assert plan.waits[:2] == (Wait("0.down", "0.norm"), Wait("0.x", "0.up"))
     assert plan.prefetches == (PlannedPrefetch("w_0.up", 1 << 20, "embedding_1", "0.up", "main"),)
     assert plan.regions[-1] == SuperKernelRegion("everything", "stream-fusion=1")
@@ -87,8 +88,8 @@ def test_from_text_and_back(graph: Schedule) -> None:
 
 def test_around_a_layer(graph: Schedule) -> None:
     """A wait on the layer before, on any other layer by its name, and nothing before the first."""
-    blocks = TEXT.replace("0-2", "1-2").replace("- layers: g2", "- layers: 0\n  kernels: [norm#1, up, norm#2, down, x]\n"
-                                                "- layers: g2").replace("[up]", "[g1/embed]")
+    first = "- layers: 0\n  kernels: [norm#1, up, norm#2, down, x]\n- layers: g2"
+    blocks = TEXT.replace("0-2", "1-2").replace("- layers: g2", first).replace("[up]", "[g1/embed]")
     plan = from_yaml(blocks, graph)
     assert Wait("2.down", "1.x") in plan.waits
     assert Wait("2.x", "embedding_1") in plan.waits
@@ -110,7 +111,8 @@ def test_pins_alone_are_no_plan(graph: Schedule) -> None:
     ("- up: {", "- upp: {", r"block 2 \(layers 0-2\): unknown kernel of layer 0 'upp'; did you mean 'up'?"),
     ("layers: 0-2\n", "layers: 0-3\n", "unknown layer '3'; did you mean"),
     ("layers: 0-2\n", "layers: 0-2, 1\n", "each once"),
-    ("layers: g2\n  kernels:\n  - head: {super_kernel: everything}", "layers: g1\n  kernels: []", "has a block already"),
+    ("layers: g2\n  kernels:\n  - head: {super_kernel: everything}", "layers: g1\n  kernels: []",
+     "has a block already"),
     ("cores: c8v16", "cores: 8", "expected cube and vector cores as in c16v32, found 8"),
     ("stream: side1", "steam: side1", "down: unknown key 'steam'; did you mean 'stream'?"),
     ("norm#1: {super_kernel: sk0}", "norm#1: {super_kernel: sk1}", "unknown SuperKernel region 'sk1'; did you mean"),

@@ -122,7 +122,7 @@ def test_pins_and_switches() -> None:
     limited = plan(graph, pins=Pins({}, (Pin("0.experts_up", cores=(12, 24)),)))
     assert limited.by_node["0.experts_up"].cores == (12, 24)
     assert violations(limited, graph) == []
-    nothing = plan(graph, pins=Pins({name: "forbid" for name in ("streams", "prefetch", "super_kernel")}))
+    nothing = plan(graph, pins=Pins(dict.fromkeys(("streams", "prefetch", "super_kernel"), "forbid")))
     assert nothing.changes_nothing
     for pin, problem_text in (
         (Pin("0.shared_upp"), "did you mean '0.shared_up'"),

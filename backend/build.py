@@ -249,12 +249,12 @@ def build(
 
 
 def _check_plan(ge_graph: Any, program: Program) -> None:
-    """`torchair.CompileError` when the lowered graph does not carry the plan that was written into ``program``."""
+    """`torchair.PlanLostError` when the lowered graph does not carry the plan that was written into ``program``."""
     plan = program.facts.get(emission.PLAN)
     wrong = plan_check.check(ge_graph, program, plan) if plan is not None else []
     if wrong:
-        raise torchair.CompileError("torchair lowered the graph without its plan:\n  " + "\n  ".join(wrong[:5])
-                                    + "\nschedule{streams=forbid,...} or a pipeline without the stage leaves it out")
+        raise torchair.PlanLostError("torchair lowered the graph without its plan:\n  " + "\n  ".join(wrong[:5])
+                                     + "\nschedule{streams=forbid,...} or a pipeline without the stage leaves it out")
 
 
 def make_artifact(

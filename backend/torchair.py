@@ -38,6 +38,10 @@ class CompileError(RuntimeError):
     """torchair did not compile or did not store the generated method; the cache is as it was."""
 
 
+class PlanLostError(CompileError):
+    """The lowered graph does not carry the plan that was written into the program."""
+
+
 class LoadError(RuntimeError):
     """torchair rejected a stored compilation."""
 

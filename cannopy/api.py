@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from cannopy.backend import build as backend
 from cannopy.backend.guards import GuardError
 from cannopy.backend.options import BuildOptions
 from cannopy.backend.runtime import CompiledModel
-from cannopy.backend.torchair import have_npu
+from cannopy.backend.torchair import PlanLostError, have_npu
 from cannopy.frontend import outputs, regions, state
 from cannopy.fx_passes import kernels
 from cannopy.fx_passes.manager import PassError
@@ -23,6 +24,8 @@ from cannopy.fx_passes.regions import REGIONS, Regions
 from cannopy.fx_passes.stamp import StampError
 from cannopy.options import Options
 from cannopy.report import CompileReport
+
+logger = logging.getLogger("cannopy")
 
 TIMELINE = "timeline"
 """Key of a stored report: the picture of the plan, which is no part of `CompileReport`."""
@@ -108,16 +111,44 @@ def compile(
     if found.compiled is not None:
         timings |= {f"lookup: {step}": seconds for step, seconds in found.compiled.seconds.items()}
         return _finished(found.compiled, model, timings)
+    call = _Call(model, method, example_inputs, kwargs)
     with found:
-        program, done = lower(model, method, example_inputs, kwargs, options, timings, made)
-        start = time.perf_counter()
-        report = _report(program, done, options.target, on_device, timings)
-        timings["predict"] = time.perf_counter() - start
-        start = time.perf_counter()
-        compiled = backend.build(program, model, method, example_inputs, kwargs, building, found, report,
-                                 outputs.builder)
-        timings["torchair"] = time.perf_counter() - start
+        try:
+            compiled = _build(call, options, made, building, found, timings)
+        except PlanLostError as lost:
+            if options.plan is not None:
+                raise
+            logger.warning("compiled again without the scheduler's plan: %s", lost)
+            compiled = _build(call, planning.without(options), None, building, found, timings, str(lost))
     return _finished(compiled, model, timings)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """``model.method(*args, **kwargs)``."""
+
+    model: torch.nn.Module
+    method: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def _build(
+    call: _Call, options: Options, made: pipeline.Plan | None, building: BuildOptions, found: backend.Lookup,
+    timings: dict[str, float], lost: str = "",
+) -> CompiledModel:
+    """Lower ``call`` by ``options`` and compile it into the entry ``found``. ``lost``: why there is no plan."""
+    program, done = lower(call.model, call.method, call.args, call.kwargs, options, timings, made)
+    start = time.perf_counter()
+    report = _report(program, done, options.target, have_npu(), timings)
+    if lost:
+        report["schedule"]["decisions"] = [planning.dropped(lost)]
+    timings["predict"] = time.perf_counter() - start
+    start = time.perf_counter()
+    compiled = backend.build(program, call.model, call.method, call.args, call.kwargs, building, found, report,
+                             outputs.builder)
+    timings["torchair"] = time.perf_counter() - start
+    return compiled
 
 
 def _finished(compiled: CompiledModel, model: torch.nn.Module, timings: Mapping[str, float]) -> Compiled:

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
+from cannopy import pipeline_text
 from cannopy.errors import CannopyError
 from cannopy.fx_passes.program import Program
 from cannopy.fx_passes.snapshot import Snapshot
+from cannopy.options import Options
 from cannopy.pipeline_text import Stage
 from cannopy.stream_scheduler import emission, verifier
 from cannopy.stream_scheduler.bounds import bounds
@@ -134,6 +136,18 @@ def make(program: Program, stage: Stage, target: str, plan_file: Path | None = N
     plan = _timed(plan, found.schedule, machine)
     return Planned(plan, found.schedule, machine, found.unmapped, details(program.gm.graph),
                    plan_file.name if plan_file else "automatic")
+
+
+def without(options: Options) -> Options:
+    """``options`` with no stage ``schedule`` in the pipeline."""
+    stages = pipeline_text.parse(options.pipeline).stages
+    return replace(options, pipeline=str(pipeline_text.Pipeline(tuple(s for s in stages if s.name != STAGE))))
+
+
+def dropped(reason: str) -> dict[str, Any]:
+    """The decision not to use the scheduler's plan, as it stands in a report."""
+    return {"feature": "streams", "where": "the whole graph", "applied": False, "gain_us": None, "worst_gain_us": None,
+            "reason": reason}
 
 
 def options_of(stage: Stage, target: str, pins: Pins | None, groups: Mapping[str, str]) -> ScheduleOptions:

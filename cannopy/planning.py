@@ -122,6 +122,7 @@ def make(program: Program, stage: Stage, target: str, plan_file: Path | None = N
     plan = _read(plan_file, found.schedule, target) if plan_file else None
     if plan is None or not plan.complete:
         options = options_of(stage, target, plan.pins if plan else None, facts.groups)
+        options = replace(options, sizes=facts.sizes)
         try:
             plan = schedule(found.schedule, machine, options, SuperKernels(hardware.family))
         except PlanError as error:

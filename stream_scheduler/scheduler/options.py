@@ -16,9 +16,11 @@ MOST_STREAMS = 4
 @dataclass(frozen=True)
 class ScheduleOptions:
     """``streams``: budget, 1 to 4. A feature is applied in a layer where it wins more than ``threshold``, a share of
-    the time of the layer, and more than ``least_us`` microseconds, which an event and a wait may cost. ``split``: core limits are searched, or always halves. ``order``: kernels are reordered, or stay
-    in graph order. ``groups`` {kernel: communication group} where the name of a kernel does not tell; see
-    `collectives`. ``pins``: switches of features and fixed kernels. ``target``: name of the chip, for the plan."""
+    the time of the layer, and more than ``least_us`` microseconds, which an event and a wait may cost. ``split``: core
+    limits are searched, or always halves. ``order``: kernels are reordered, or stay in graph order. ``groups``
+    {collective: communication group}; see `collectives`. ``sizes`` {weight: bytes of the tensor}, beyond which nothing
+    is prefetched; what a kernel reads of it may be counted as more. ``pins``: switches of features and fixed kernels. ``target``:
+    name of the chip, for the plan."""
 
     target: str = ""
     streams: int = 2
@@ -27,6 +29,7 @@ class ScheduleOptions:
     split: Literal["search", "half"] = "search"
     order: Literal["search", "graph"] = "search"
     groups: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    sizes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     pins: Pins = field(default_factory=Pins)
 
     def __post_init__(self) -> None:

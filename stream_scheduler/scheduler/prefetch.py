@@ -63,7 +63,8 @@ def _targets(stretch: Stretch, trace: Trace, left_out: frozenset[int] | set[int]
 
 def _choices(stretch: Stretch, trace: Trace, found: Sequence[Fetch], target: int, weight: int) -> list[Fetch]:
     """Ways to fetch one weight: in the latest windows before its kernel, as much as each of them and L2 hold."""
-    whole = int(stretch.tasks[target].weights[weight].bytes)
+    wanted = stretch.tasks[target].weights[weight]
+    whole = min(int(wanted.bytes), stretch.first[0].options.sizes.get(wanted.name, int(wanted.bytes)))
     start = trace.spans[stretch.tasks[target].name].start
     choices = []
     for after, opened in _windows(stretch, trace, target)[-MOST_WINDOWS:]:

@@ -39,6 +39,8 @@ def test_as_much_as_the_window_holds() -> None:
     assert 0.95 * most - MIB <= fetch.bytes <= A3.l2_bytes
     (small,) = plan(window(40, 8)).prefetches
     assert small.bytes == 8 * MIB
+    (tensor,) = plan(window(40, 8), sizes={"w_heavy": 8 * MIB - 512}).prefetches
+    assert tensor.bytes == 8 * MIB - 512
 
 
 def test_it_gains_what_it_says_and_never_more_than_l2_holds() -> None:

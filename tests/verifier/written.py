@@ -10,6 +10,7 @@ from torch import nn
 from cannopy import api
 from cannopy.fx_passes.program import Program
 from cannopy.options import Options
+from cannopy.pipeline_text import DEFAULT
 from cannopy.stream_scheduler.constants import load_constants
 from cannopy.stream_scheduler.graph_cost import schedule_of
 from cannopy.stream_scheduler.hardware import load_hardware
@@ -18,7 +19,7 @@ from cannopy.stream_scheduler.plan.model import Placement, Plan, PlannedPrefetch
 from cannopy.stream_scheduler.simulator import Schedule
 
 WIDTH = 64
-OPTIONS = Options(use_cache=False)
+OPTIONS = Options(use_cache=False, pipeline=DEFAULT.removesuffix(",schedule"))
 
 
 class Branches(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -118,14 +119,15 @@ def test_every_difference_of_the_graph_is_seen(name: str) -> None:
     assert check in written.names_of(verify_graph(program, plan))
 
 
-def test_plans_that_cannot_be_written_are_refused() -> None:
+def test_plans_that_cannot_be_written_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, program = written.lowered()
     plan = written.plan(program)
     first = plan.placements[0].node
     with pytest.raises(PlanError, match="is placed before"):
         write(program, dataclasses.replace(plan, placements=plan.placements[::-1]))
     _, _, program = written.lowered()
-    with pytest.raises(PlanError, match="cannot be made to wait"):
+    with monkeypatch.context() as patch, pytest.raises(PlanError, match="cannot be made to wait"):
+        patch.setattr(importlib.import_module("cannopy.stream_scheduler.emission.write"), "SMALL_BYTES", 0)
         write(program, dataclasses.replace(plan, waits=(Wait(plan.placements[3].node, first),)))
     _, _, program = written.lowered()
     large = dataclasses.replace(plan.prefetches[0], bytes=1 << 30)

@@ -99,6 +99,11 @@ def _parity(parity: ParityReport) -> str:
         columns = ("phase", "picks of", "made", "unlike plain bf16", "worst tie (1 = limit)", "invalid")
         made = [(p.phase, p.kind, p.tokens, p.differ, f"{p.worst:.2f}", p.invalid) for p in parity.picks]
         picks = f"<h3>Picks of experts and keys</h3>{_table(columns, made, numbers=True)}"
+    writes = ""
+    if parity.writes:
+        columns = ("phase", "cache", "rows written", "rows outside the step", "of them changed")
+        kept = [(w.phase, w.name, w.rows, w.outside, w.changed) for w in parity.writes]
+        writes = f"<h3>Rows of the cache</h3>{_table(columns, kept, numbers=True)}"
     head = ("phase", "tokens", "median", "plain bf16", "p90", "plain bf16", "largest", "plain bf16")
     rows: list[tuple[Any, ...]] = []
     for part in parity.errors:
@@ -115,6 +120,7 @@ def _parity(parity: ParityReport) -> str:
   {charts.errors(parity.errors)}
   {_table(head, rows, numbers=True)}
   {picks}
+  {writes}
   {_list(parity.notes, "notes")}
 </section>"""
 

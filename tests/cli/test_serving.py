@@ -29,9 +29,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_run_measures_results_cache_rows_and_untouched_bits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_measures_results_cache_rows_and_untouched_bits(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     steps = 3
-    arguments = ["--steps", str(steps), "--max-cache-len", "64", "--no-cache", "--json"]
+    arguments = ["--steps", str(steps), "--max-cache-len", "64", "--no-cache", "--json", "--out", str(tmp_path)]
     code = cli.main(["run", str(folder), *CALL, *arguments])
     captured = capsys.readouterr()
     found = json.loads(captured.out)
@@ -50,6 +52,7 @@ def test_run_measures_results_cache_rows_and_untouched_bits(folder: Path, capsys
     assert writes["decode", "value"] == (2 * tokens, 2 * (steps * slots - tokens), 0)
     assert [len(row) for row in found["tokens"]] == [1 + 2 * steps] * 3
     assert "rows outside the step" in captured.err
+    assert "Rows of the cache" in (tmp_path / "index.html").read_text(encoding="utf-8")
     assert all(phase["cache_copies"] == 0 for phase in found["phases"].values())
 
 

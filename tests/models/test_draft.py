@@ -9,9 +9,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Decod
 from cannopy.models.deepseek import DeepseekDraft
 from cannopy.models.lively import lively_
 from cannopy.models.longcat import LongcatDraft
+from cannopy.models.requests import Requests
 from cannopy.models.weights import deepseek_draft, fill
 from tests.models.pairs import DEEPSEEK, deepseek_v3, longcat
-from tests.models.serving import Engine
 
 
 def test_deepseek_draft() -> None:
@@ -30,7 +30,7 @@ def test_deepseek_draft() -> None:
         embedded = pair.stock.get_input_embeddings()(tokens)
         angles = pair.stock.model.rotary_emb(embedded[None], torch.arange(9)[None])
         wanted = pair.stock.lm_head(stock(embedded[None], previous[None], angles, causal, None, None))[0]
-        engine = Engine(draft, 1)
+        engine = Requests(draft, 1)
         first, hidden = draft.prefill(*_with(previous[:5], engine.prefill_inputs([tokens[:5]])), engine.cache)
         second, _ = draft.decode(*_with(previous[5:], engine.decode_inputs(tokens[None, 5:])), engine.cache)
     assert hidden.shape == (5, 64)
@@ -42,9 +42,9 @@ def test_longcat_draft_decodes_as_it_prefills() -> None:
     draft = lively_(LongcatDraft(pair.own), 1).eval()
     tokens, previous = torch.randint(0, 97, (9,)), torch.randn(9, 64)
     with torch.no_grad():
-        whole = Engine(draft, 1)
+        whole = Requests(draft, 1)
         wanted, _ = draft.prefill(*_with(previous, whole.prefill_inputs([tokens])), whole.cache)
-        engine = Engine(draft, 1)
+        engine = Requests(draft, 1)
         draft.prefill(*_with(previous[:6], engine.prefill_inputs([tokens[:6]])), engine.cache)
         logits, _ = draft.decode(*_with(previous[6:], engine.decode_inputs(tokens[None, 6:])), engine.cache)
     torch.testing.assert_close(logits[-1:], wanted, rtol=1e-4, atol=1e-4)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from cannopy.models import zoo
+from cannopy.models.requests import Requests
 from cannopy.models.weights import fill
-from tests.models.serving import Engine
 
 MODELS = ["deepseek-r1", "deepseek-v3.2", "kimi-k2", "longcat-flash", "qwen2.5", "qwen3-moe"]
 BILLIONS = {"deepseek-r1": 671, "deepseek-v3.2": 672, "kimi-k2": 1026, "longcat-flash": 561, "qwen2.5": 72.7,
@@ -51,7 +51,7 @@ def test_tiny_computes_what_the_stock_model_computes(name: str) -> None:
     experts = preset.config.get("n_routed_experts")
     fill(own, ((n, t[:experts] if n.endswith("gate_up_proj") else t) for n, t in stock.state_dict().items()))
     tokens = torch.randint(0, 512, (preset.prefill_tokens,), generator=torch.Generator().manual_seed(0))
-    engine = Engine(own, 1, blocks_each=1, block_size=128)
+    engine = Requests(own, 1, blocks_each=1, block_size=128)
     with torch.no_grad():
         wanted = stock(tokens[None], use_cache=False).logits[0, -1]
         [found], _ = own.prefill(*engine.prefill_inputs([tokens]), engine.cache)

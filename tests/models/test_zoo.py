@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from cannopy.models.requests import Requests
 from tests.models.pairs import PAIRS, Pair, qwen3_moe
-from tests.models.serving import Engine
 
 LIMIT = 1e-4
 
@@ -33,7 +33,7 @@ def test_prefill_and_decode(name: str, padding: int) -> None:
     texts = sequences([14, 8, 11])
     prompts = [t[:n] for t, n in zip(texts, [7, 1, 4], strict=True)]
     wanted = [expected(pair, t) for t in texts]
-    engine = Engine(pair.own, 3)
+    engine = Requests(pair.own, 3)
     with torch.no_grad():
         logits, hidden = pair.own.prefill(*engine.prefill_inputs(prompts, padding), engine.cache)
         close(logits, torch.stack([w[len(p) - 1] for w, p in zip(wanted, prompts, strict=True)]))
@@ -48,7 +48,7 @@ def test_prefill_and_decode(name: str, padding: int) -> None:
 def test_rejected_drafts_are_overwritten() -> None:
     pair = PAIRS["deepseek-v3.2"]()
     [text] = sequences([9])
-    engine = Engine(pair.own, 1)
+    engine = Requests(pair.own, 1)
     with torch.no_grad():
         pair.own.prefill(*engine.prefill_inputs([text[:4]]), engine.cache)
         wrong = torch.tensor([[int(text[4]), 5, 6]])
@@ -61,7 +61,7 @@ def test_rejected_drafts_are_overwritten() -> None:
 def test_softmax_scores_without_rescaling() -> None:
     pair = qwen3_moe(renorm=False)
     [text] = sequences([9])
-    engine = Engine(pair.own, 1)
+    engine = Requests(pair.own, 1)
     with torch.no_grad():
         logits, _ = pair.own.prefill(*engine.prefill_inputs([text]), engine.cache)
     close(logits[0], expected(pair, text)[-1])
@@ -70,7 +70,7 @@ def test_softmax_scores_without_rescaling() -> None:
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_step_writes_its_own_slots_only(name: str) -> None:
     pair = PAIRS[name]()
-    engine = Engine(pair.own, 2)
+    engine = Requests(pair.own, 2)
     with torch.no_grad():
         pair.own.prefill(*engine.prefill_inputs(sequences([5, 3])), engine.cache)
         tensors = [t for pages in engine.cache.layers for t in vars(pages).values() if t is not None]

@@ -188,11 +188,11 @@ def scale_refusal(scale: fx.Node, pairs: int) -> Refusal:
                    f"[{pairs}, 1]", found, "weight each expert's result with the one score of its token")
 
 
-def glu_refusal(match: Match, intermediate: int) -> Refusal | None:
-    """SiLU is on the first half of the up projection; nothing to check when npu_swiglu did it already."""
+def glu_refusal(match: Match, intermediate: int, dim: int = 1) -> Refusal | None:
+    """SiLU is on the first half of ``dim`` of the up projection; nothing to check when npu_swiglu did it already."""
     if match.get("gate_start") is None:
         return None
-    return gated_halves_refusal(match, 1, 2 * intermediate)
+    return gated_halves_refusal(match, dim, 2 * intermediate)
 
 
 def glu(up_projection: Pattern) -> Pattern:

@@ -157,7 +157,7 @@ def batched(tokens: int = T, more: int = 0, in_turn: bool = False, rank: int = 3
             features: int = 1) -> Traced:
     """Weights gathered per pair; ``in_turn`` repeats all tokens, not each; ``more`` experts of down stay idle.
 
-    ``ids_rank`` 2 looks up ids [T, K]; a pair has ``features`` weights.
+    ``ids_rank`` 2 looks up ids [T, K], 3 ids [T, K, 1]; a pair has ``features`` weights.
     """
     x, ids, scales, w1, w2 = operands()
     x, ids, scales, w2 = x[:tokens], ids[:tokens], scales[:tokens], torch.cat((w2, w2[:more]))
@@ -166,7 +166,8 @@ def batched(tokens: int = T, more: int = 0, in_turn: bool = False, rank: int = 3
 
     def forward(x: Tensor, i: Tensor, s: Tensor, a: Tensor, b: Tensor) -> Tensor:
         copies = x.unsqueeze(0 if in_turn else 1).expand(K if in_turn else tokens, tokens if in_turn else K, H)
-        flat, pairs = (i.reshape(-1), (tokens * K,)) if ids_rank == 1 else (i, (tokens, K))
+        pairs = ((tokens * K,), (tokens, K), (tokens, K, 1))[ids_rank - 1]
+        flat = i.reshape(pairs)
         up = torch.matmul(a[flat], copies.reshape(*pairs, *ones, H, 1)).reshape(tokens * K, 2 * MID)
         out = torch.matmul(b[flat], silu_first(up).reshape(*pairs, *ones, MID, 1)).reshape(tokens * K, H)
         scale = s.unsqueeze(-1).expand(tokens, K, features).reshape(-1, features)
@@ -175,11 +176,63 @@ def batched(tokens: int = T, more: int = 0, in_turn: bool = False, rank: int = 3
     return trace(forward, x, ids, scales, w1, w2, parameters=[3, 4])
 
 
-def test_fires_on_weights_gathered_per_pair() -> None:
-    before = batched()
+@pytest.mark.parametrize("ids_rank", [1, 2])
+def test_fires_on_weights_gathered_per_pair(ids_rank: int) -> None:
+    before = batched(ids_rank=ids_rank)
     after, log = before.fused(RULES)
     assert log.counts() == {"moe_experts": 1}
     assert error(after.run()[0], exact(*operands())) < BOUND[torch.bfloat16]
+
+
+def einsum(x: Tensor, ids: Tensor, scales: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    gate, up = torch.einsum("tkih,th->tki", w1[ids], x).chunk(2, -1)
+    out = torch.einsum("tkhi,tki->tkh", w2[ids], F.silu(gate) * up)
+    return (out * scales[..., None]).sum(1).to(x.dtype)
+
+
+def broadcast(x: Tensor, ids: Tensor, scales: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    gate, up = (w1[ids] @ x[:, None, :, None])[..., 0].chunk(2, -1)
+    out = (w2[ids] @ (F.silu(gate) * up)[..., None])[..., 0]
+    return (out * scales[..., None]).sum(1).to(x.dtype)
+
+
+@pytest.mark.parametrize("rules", [RULES, (*swiglu.RULES, *RULES)], ids=["first", "after swiglu"])
+@pytest.mark.parametrize("experts", [einsum, broadcast])
+def test_fires_on_weights_gathered_per_token(experts: Callable[..., Tensor], rules: tuple[object, ...]) -> None:
+    before = trace(experts, *operands(), parameters=[3, 4])
+    after, log = before.fused(rules)  # type: ignore[arg-type]
+    assert log.counts()["moe_experts"] == 1
+    assert [o for o in after.operations() if o.startswith("npu.")] == KERNELS
+    assert error(after.run()[0], exact(*operands())) < BOUND[torch.bfloat16]
+
+
+def across(x: Tensor, ids: Tensor, scales: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    """Tokens and choices swapped: as many of one as of the other."""
+    gate, up = (w1[ids] @ x[None, :, :, None])[..., 0].chunk(2, -1)
+    out = (w2[ids] @ (F.silu(gate) * up)[..., None])[..., 0]
+    return (out * scales[..., None]).sum(1).to(x.dtype)
+
+
+def quarters(x: Tensor, ids: Tensor, scales: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    """Each half of the up projection is halved again before SiLU."""
+    up = torch.bmm(w1[ids.flatten()], x[:, None].expand(T, K, H).reshape(T * K, H, 1)).reshape(2 * T * K, MID)
+    hidden = F.silu(up[:, : MID // 2]) * up[:, MID // 2 :]
+    out = torch.bmm(w2[ids.flatten()], hidden.reshape(T * K, MID, 1)).reshape(T * K, H)
+    return (out * scales.reshape(-1, 1)).view(T, K, H).sum(1).to(x.dtype)
+
+
+@pytest.mark.parametrize(("experts", "tokens"), [(across, K), (quarters, T)])
+@pytest.mark.parametrize("rules", [RULES, (*swiglu.RULES, *RULES)], ids=["first", "after swiglu"])
+def test_refuses_other_products_of_gathered_weights(
+    experts: Callable[..., Tensor], tokens: int, rules: tuple[object, ...]
+) -> None:
+    x, ids, scales, w1, w2 = operands()
+    before = trace(experts, x[:tokens], ids[:tokens], scales[:tokens], w1, w2, parameters=[3, 4])
+    after, log = before.fused(rules)  # type: ignore[arg-type]
+    assert "moe_experts" not in log.counts()
+    reason = "expected weights [E, N, K] times one column per pair"
+    assert any(reason in m.reason for m in log.misses), [m.reason for m in log.misses]
+    assert error(after.run()[0], before.run()[0].double()) < 2.0**-6
 
 
 REFUSES: dict[str, tuple[Callable[[], Traced], str]] = {
@@ -205,7 +258,7 @@ REFUSES: dict[str, tuple[Callable[[], Traced], str]] = {
     "copies of all tokens in turn": (lambda: batched(tokens=K, in_turn=True),
                                      "repeated once per chosen expert, side by side"),
     "weights of rank four": (lambda: batched(rank=4), "expected weights [E, N, K] times one column per pair"),
-    "ids of two dims": (lambda: batched(ids_rank=2), f"{T * K} pairs of token and expert are not"),
+    "ids of three dims": (lambda: batched(ids_rank=3), f"{T * K} pairs of token and expert are not"),
     "one weight per feature": (lambda: batched(features=H), "the weights must be one per pair of token and expert"),
     "weights of other pairs too": (lambda: trace(
         lambda x, i, s, a, b: Experts()(x, i, torch.cat((s, s)), a, b), *operands(), parameters=[3, 4]),

@@ -78,7 +78,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for r in rows:
         cold, warm = r["cold"], r["warm"]
         if "error" in cold:
-            lines.append(f"| {r['model']} | {r['form']} | {cold['error']} |  |  |  |  |  |  |")
+            lines.append(f"| {r['model']} | {r['form']} | {cold['error'].splitlines()[0]} |  |  |  |  |  |  |")
             continue
         regions = cold["regions"]
         again = f"{warm['cpu']:.1f}" if "cpu" in warm else warm.get("error", "")
@@ -92,8 +92,24 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def main() -> None:
-    """Measure and print."""
+def over(row: Mapping[str, Any]) -> list[str]:
+    """What of ``row`` is over the project's limits, one sentence each."""
+    name, cold, warm = f"{row['model']}, {row['form']}", row["cold"], row["warm"]
+    if "error" in cold or "error" in warm:
+        return [f"{name}: {cold.get('error') or warm['error']}"]
+    found = []
+    if warm["cache"]["status"] != "hit":
+        found.append(f"{name}: the second compilation is no hit: {warm['cache']['reason']}")
+    for what, value, limit in (("s the first time", cold["cpu"], COLD_SECONDS),
+                               ("s from the cache", warm["cpu"], WARM_SECONDS),
+                               ("GB", max(cold["peak"], warm["peak"]) / 1e9, PEAK_GB)):
+        if value > limit:
+            found.append(f"{name}: {value:.2f} {what}, the limit is {limit:g}")
+    return found
+
+
+def main() -> int:
+    """Measure and print; 1 when something fails or is over a limit."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", nargs="+", default=zoo.names(), choices=zoo.names())
     parser.add_argument("--form", nargs="+", default=FORMS, choices=FORMS)
@@ -101,6 +117,7 @@ def main() -> None:
     parser.add_argument("--target", default="atlas-a3")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     args = parser.parse_args()
+    print("\n".join(table([])), flush=True)
     rows = []
     for name in args.model:
         for form in args.form:
@@ -108,7 +125,10 @@ def main() -> None:
             print("\n".join(table(rows[-1:])[2:]), flush=True)
             if args.json:
                 args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    missed = [sentence for found in rows for sentence in over(found)]
+    print("\n".join(missed), file=sys.stderr)
+    return int(bool(missed))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,8 +15,8 @@ MEDIAN_LIMIT = 1.25
 P90_LIMIT = 1.5
 """The same at the 90th percentile."""
 LARGEST_LIMIT = 4.0
-"""The same of the largest error. It finds the single wrong row, whose error is of order 1 where bf16's is 0.01; largest
-errors of two equally good runs differ by less than 2 (16 models, phases and batches of `benchmarks.serving_parity`)."""
+"""The same of the largest error. It finds the single wrong row, whose error is of order 1 where bf16's is 0.01. On
+correct graphs of DeepSeek-V3.2 (`benchmarks.serving_parity`, results and cache rows) the ratio was 0.7 to 1.0."""
 FEW_ROWS = 16
 """Below this many rows two equally good bf16 runs differ in their errors by more than the limits of `measure` allow."""
 FEW_ROWS_LIMIT = 2.5

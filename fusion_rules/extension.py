@@ -184,7 +184,7 @@ def _of_file(path: Path) -> list[UserRule]:
     sys.modules[module.__name__] = module  # dataclasses look their module up by name while it runs
     try:  # not through importlib, whose bytecode would hide a change within one second
         exec(compile(path.read_bytes(), file, "exec"), module.__dict__)
-    except Exception as e:  # whatever the user's file raises
+    except (Exception, SystemExit) as e:  # whatever the user's file raises; a script's exit would end ours in silence
         frames = [f for f in traceback.extract_tb(e.__traceback__) if f.filename == file]
         number = frames[-1].lineno if frames else getattr(e, "lineno", 0)
         raise RuleFileError(f"{path}:{number}: {type(e).__name__}: {e}") from e
@@ -203,7 +203,7 @@ def _of_entry(entry: metadata.EntryPoint) -> list[UserRule]:
     label = f"entry point {entry.name} = {entry.value} of {GROUP}"
     try:
         value = entry.load()
-    except Exception as e:  # whatever another distribution raises when it is imported
+    except (Exception, SystemExit) as e:  # whatever another distribution raises when it is imported
         raise RuleFileError(f"{label}: {type(e).__name__}: {e}") from e
     found = list(_rules_in(value)) if isinstance(value, ModuleType) else [value]
     if not isinstance(value, ModuleType) and isinstance(value, Sequence):

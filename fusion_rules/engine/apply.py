@@ -64,6 +64,8 @@ def _at(rule: Rule, node: fx.Node, context: Context, log: Log) -> int:
         return 0
     refusal = rule.check(match, context) if rule.check else None
     if refusal is not None:
+        if not isinstance(refusal, Refusal):  # a user's check is not type-checked
+            raise TypeError(f"the check of rule {rule.name} returned {refusal!r}; it returns a Refusal or None")
         log.miss(_refused(rule, match, refusal))
         return 0
     made, touched = context.editor.made, context.editor.touched

@@ -18,10 +18,14 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Any(Pattern):
-    """Any value; bound to ``name`` unless the name is empty. ``where`` may look at it: reason or None."""
+    """Any value; bound to ``name`` unless the name is empty.
+
+    ``where`` may look at it: what it is instead of what is wanted, or None. ``wants``: what is wanted, in words.
+    """
 
     name: str = ""
     where: Callable[[Anything], str | None] | None = None
+    wants: str = ""
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ def wording(p: Pattern | str) -> str:
             name = p.name or "the number"
             return f"{name} = {p.equal:g}" if p.equal is not None else f"a number ({name})"
         case Any():
-            return p.name or "a value"
+            return p.wants or p.name or "a value"
     return type(p).__name__
 
 
@@ -179,7 +179,7 @@ def _remedy(stop: Stop) -> str:
         case "argument":
             return f"call it as {stop.expected}"
         case "value":
-            return ""
+            return f"make it {first.wants}" if isinstance(first, Any) and first.wants else ""
     if isinstance(stop.value, fx.Node) and stop.value.op == "call_function" and short(stop.value.target) in CASTS:
         return f"drop this cast, or keep one dtype through the formula, so that {stop.expected} is read directly"
     if isinstance(first, Op | Alt | Through):

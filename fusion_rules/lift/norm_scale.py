@@ -95,7 +95,8 @@ def _times_number(value: Pattern) -> Pattern:
 
 DIRECT = _times_number(Through(op(NORM, Any(), Any(), Number(), name="norm"), over=VIEWS))
 BEHIND_LINEAR = _times_number(Through(
-    op(aten.linear.default, Through(Any("norm", where=_only_scaled), over=VIEWS), Any()),
+    op(aten.linear.default, Through(Any("norm", where=_only_scaled, wants="a norm without other readers"), over=VIEWS),
+       Any()),
     over=VIEWS,
 ))
 """Most norms are read through linears in several ways, of which a product with a number may be one: no near miss."""

@@ -18,10 +18,10 @@ from cannopy.fx_passes.graph import aten, dtype, shape, where
 
 
 def _float32(value: object) -> str | None:
-    return None if isinstance(value, fx.Node) and dtype(value) == torch.float32 else "a value that is not fp32"
+    return None if isinstance(value, fx.Node) and dtype(value) == torch.float32 else describe(value)
 
 
-WIDE = Any("wide", where=_float32)
+WIDE = Any("wide", where=_float32, wants="float32 inside the norm")
 
 MEAN = op(aten.mean.dim, op(aten.pow.Tensor_Scalar, WIDE, Number(equal=2)), Items((Number("dim"),)), Literal(True))
 

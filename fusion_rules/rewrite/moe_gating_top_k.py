@@ -20,7 +20,7 @@ from cannopy.fusion_rules.engine.legal import Call, refused
 from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Literal, Number, Op, Pattern, Through, op
 from cannopy.fusion_rules.engine.rule import NEVER, Context, Refusal, Rule
-from cannopy.fusion_rules.engine.spellings import arguments
+from cannopy.fusion_rules.engine.spellings import CAST, arguments
 from cannopy.fusion_rules.engine.stop import describe
 from cannopy.fx_passes.graph import aten, dtype, is_call, shape
 from cannopy.fx_passes.program import Program
@@ -59,23 +59,23 @@ GROUP_IDS = op(
 
 
 def _marks(blank: Pattern, value: Pattern) -> Pattern:
-    """[T, G] of ``blank`` with ``value`` at the chosen groups, as [T, G, 1]."""
+    """[T, G] of ``blank`` with ``value`` at the chosen groups, as [T, G, 1]; a cast of 0 and 1 is 0 and 1."""
     marked = op(aten.scatter.value, blank, Alt((Literal(1), Literal(-1))), GROUP_IDS, value, name="marks")
-    return op(aten.reshape.default, marked, Any())
+    return op(aten.reshape.default, Through(marked, over=CAST), Any())
 
 
 def _zero(marks: Pattern) -> Pattern:
     """Where ``marks`` are 0."""
     return Alt((
-        op((aten.bitwise_not.default, aten.logical_not.default), Through(marks, over=(aten._to_copy.default,))),
+        op((aten.bitwise_not.default, aten.logical_not.default), Through(marks, over=CAST)),
         op(aten.eq.Scalar, marks, Number(equal=0)),
     ))
 
 
-ZEROS = op(aten.full.default, Any(), Number(equal=0), rest=True)
+ZEROS = op(aten.full.default, Any(), Alt((Number(equal=0), Literal(False))), rest=True)
 TRUES = op(aten.full.default, Any(), Literal(True), rest=True)
-CHOSEN = _marks(ZEROS, Number(equal=1))
-PER_EXPERT = op(aten.reshape.default, op(aten.expand.default, CHOSEN, Any(), name="spread"), Any())
+CHOSEN = _marks(ZEROS, Alt((Number(equal=1), Literal(True))))
+PER_EXPERT = op(aten.reshape.default, op(aten.expand.default, Through(CHOSEN, over=CAST), Any(), name="spread"), Any())
 MASKED = Alt((
     op(aten.masked_fill.Scalar, CHOICE, _zero(PER_EXPERT), Number("fill"), name="masked"),
     op(

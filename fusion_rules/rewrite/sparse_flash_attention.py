@@ -93,7 +93,7 @@ KEYS, VALUES = _keys_and_values()
 MASK = Alt((
     op(aten.bitwise_and.Tensor, Any("attention_mask"), op(aten.bitwise_not.default, _selected()), commutative=True),
     op(aten.masked_fill.Scalar, Any("attention_mask"), _selected(), Any("fill", where=lambda value: (
-        None if very_negative(value) else f"{value}, too small to hide a key"))),
+        None if very_negative(value) else f"{value}, too small to hide a key"), wants="-inf")),
 ))
 
 QUERIES = op(aten.cat.default, Items((Any("q_first"), Any("q_second"))), Literal(3))

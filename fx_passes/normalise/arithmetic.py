@@ -1,5 +1,6 @@
 """x * x, square(x), x ** 2.0  →  pow(x, 2); 1 / sqrt(x), x ** -0.5  →  rsqrt(x); y / sqrt(x)  →  y * rsqrt(x);
-sum(x) / n  →  mean(x); x * sigmoid(x)  →  silu(x); scalar overloads  →  Tensor ones; x + full([], 2)  →  x + 2;
+sum(x) / n  →  mean(x); mean(x, -1).unsqueeze(-1), sum(…)  →  mean(x, -1, keepdim); x * sigmoid(x)  →  silu(x);
+scalar overloads  →  Tensor ones; x + full([], 2)  →  x + 2;
 arange(1) + x  →  reshape(x), because arange(1) is zero."""
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def _visit(program: Program, editor: Editor, node: fx.Node) -> int:
 STEP = Step(
     "arithmetic",
     frozenset({*SCALAR_OVERLOADS, aten.mul.Tensor, aten.add.Tensor, aten.pow.Tensor_Scalar, aten.square.default,
-               aten.reciprocal.default, aten.sub.Tensor, aten.div.Tensor}),
+               aten.reciprocal.default, aten.sub.Tensor, aten.div.Tensor, aten.reshape.default}),
     _visit,
 )
 
@@ -77,6 +78,8 @@ def _respelled(editor: Editor, node: fx.Node) -> fx.Node | None:
         found = _over_root(editor, node) or _mean(editor, node)
         if found is not None:
             return found
+    if is_call(node, aten.reshape.default):
+        return _kept_dim(editor, node)
     return _number_operand(editor, node) or _plus_zero_index(editor, node)
 
 
@@ -115,6 +118,20 @@ def _mean(editor: Editor, node: fx.Node) -> fx.Node | None:
         return None
     with editor.before(node):
         return editor.call(aten.mean.dim, x, dims, total.args[2] if len(total.args) > 2 else False)
+
+
+def _kept_dim(editor: Editor, node: fx.Node) -> fx.Node | None:
+    """A mean or sum over the last dim whose only reader puts that dim back with size 1."""
+    total = cast(fx.Node, node.args[0])
+    if not is_call(total, aten.mean.dim, aten.sum.dim_IntList) or total.kwargs or len(total.users) > 1:
+        return None
+    x, dims = total.args[:2]
+    if not isinstance(x, fx.Node) or (len(total.args) > 2 and total.args[2]):
+        return None
+    if dims not in ([-1], [len(shape(x)) - 1]) or list(shape(node)) != [*shape(total), 1]:
+        return None
+    with editor.before(node):
+        return editor.call(total.target, x, dims, True)
 
 
 def _number_operand(editor: Editor, node: fx.Node) -> fx.Node | None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 import cannopy
 from cannopy import Options, pipeline
 from cannopy.fusion_rules import catalog
 from cannopy.fusion_rules.extension import LIFT, RuleFileError, UserRule, load, place, rule
+from cannopy.fx_passes.manager import PassError
 from cannopy.rules import Any, aten, op
+from cannopy.testing import check_rule
 
 HEAD = "import cannopy\nfrom cannopy.rules import Any, aten, op\n"
 RULE = """
@@ -47,6 +50,7 @@ def test_a_file_is_read_anew(tmp_path: Path) -> None:
         ("x = 1\n", "no rule in it"),
         ("x = (\n", r"mine.py:\d: SyntaxError"),
         ("import cannopy\n\n1 / 0\n", r"mine.py:3: ZeroDivisionError"),
+        ("import sys\nsys.exit()\n", r"mine.py:2: SystemExit"),
         (HEAD + RULE.format(name="a", more="before='b', after='c'"), "mine.py:4: rule a: give before or after"),
         (HEAD + RULE.format(name="a", more="").replace("→", "="), "mine.py:4: rule a: the equation has no arrow"),
         (HEAD + RULE.format(name="a", more="name='a b'"), "mine.py:4: 'a b' is no name"),
@@ -121,3 +125,13 @@ def test_entry_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         load([])
     (folder / "entry_points.txt").write_text("[cannopy.rules]\na = other_cannopy_rules\n")
     assert [one.name for one in load([])] == ["from_module", "single"]
+
+
+def test_a_check_returns_a_refusal_or_none() -> None:
+    made = rule(equation="sin(x) → x", pattern=op(aten.sin.default, Any("x")), check=lambda match, context: "no")
+    with pytest.raises(PassError, match="the check of rule wrong returned 'no'; it returns a Refusal or None"):
+        check_rule(made(wrong), torch.sin, torch.randn(4, 8))
+
+
+def wrong(match: object, context: object) -> None:
+    raise AssertionError("a rule whose check failed is not applied")

@@ -30,6 +30,16 @@ REACHES = {
     "square": (lambda c, x: c(aten.square.default, x), [F32], ["aten.pow.Tensor_Scalar"]),
     "bf16 x * x": (lambda c, x: c(aten.mul.Tensor, x, x), [BF16], ["aten.pow.Tensor_Scalar"]),
     "x ** -0.5": (lambda c, x: c(aten.pow.Tensor_Scalar, x, -0.5), [BF16.abs()], ["aten.rsqrt"]),
+    "mean, then its dim": (
+        lambda c, x: c(aten.unsqueeze.default, c(aten.mean.dim, x, [-1]), -1), [F32], ["aten.mean.dim"],
+    ),
+    "bf16 sum, then its dim": (
+        lambda c, x: c(aten.view.default, c(aten.sum.dim_IntList, x, [1], False), [4, 1]), [BF16],
+        ["aten.sum.dim_IntList"],
+    ),
+    "mean, then another dim": (
+        lambda c, x: c(aten.unsqueeze.default, c(aten.mean.dim, x, [-1]), 0), [F32], ["aten.mean.dim", "aten.reshape"],
+    ),
     "cast through wider": (
         lambda c, x: c(aten._to_copy.default, c(aten._to_copy.default, x, dtype=torch.float32), dtype=torch.float16),
         [BF16], ["aten._to_copy"],

@@ -77,7 +77,15 @@ class Router:
         if self.mask == "reference":
             drop = rank.new_ones(rank.shape, dtype=torch.bool).scatter(1, ids, False)
             return grouped.masked_fill(drop.unsqueeze(-1), self.fill).flatten(1)
+        if self.mask == "true":
+            keep = torch.zeros_like(rank, dtype=torch.bool).scatter(1, ids, True)
+            return grouped.masked_fill(~keep.unsqueeze(-1), self.fill).flatten(1)
         keep = rank.new_zeros((rank.shape[0], self.groups)).scatter(1, ids, 1)
+        if self.mask == "cast first":
+            return grouped.masked_fill(~keep.bool().unsqueeze(-1), self.fill).flatten(1)
+        if self.mask == "cast, then spread":
+            keep = keep.bool().unsqueeze(-1).expand(-1, self.groups, self.experts // self.groups)
+            return choice.masked_fill(~keep.reshape(-1, self.experts), self.fill)
         if self.mask == "equal":
             return grouped.masked_fill(keep[..., None] == 0, self.fill).flatten(1)
         if self.mask == "across":
@@ -128,6 +136,9 @@ FIRES: dict[str, tuple[Router, dict[str, Any]]] = {
     "v3": (Router(), {"k_group": 2, "group_count": 4, "group_select_mode": 1, "norm_type": 1, "eps": 1e-20,
                       "routed_scaling_factor": 2.5}),
     "reference mask": (Router(mask="reference"), {"group_count": 4, "group_select_mode": 1}),
+    "kept are True": (Router(mask="true"), {"group_count": 4, "k_group": 2}),
+    "cast before the groups' dim": (Router(mask="cast first"), {"group_count": 4, "k_group": 2}),
+    "cast before the spread": (Router(mask="cast, then spread"), {"group_count": 4, "k_group": 2}),
     "our zoo": (Router(mask="equal"), {"group_count": 4, "group_select_mode": 1}),
     "best of group": (Router(group_score="max"), {"group_select_mode": 0}),
     "amax of group": (Router(group_score="amax"), {"group_select_mode": 0}),

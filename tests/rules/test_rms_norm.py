@@ -69,6 +69,23 @@ def test_rounding_before_or_after_gamma(form: str) -> None:
     torch.testing.assert_close(found, expected, rtol=ULP, atol=1e-6)
 
 
+@pytest.mark.parametrize("length", [
+    lambda x: x.pow(2).mean(-1).unsqueeze(-1), lambda x: x.square().sum(-1)[..., None] / 128,
+], ids=["mean", "sum"])
+def test_the_last_dim_may_come_back_later(length: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    model = Norm(lambda w, n, x: w * (x.float() * torch.rsqrt(length(x.float()) + 1e-5)).to(x.dtype))
+    _, log, expected, found = _fused(model)
+    assert log.counts()["rms_norm"] == 1
+    torch.testing.assert_close(found, expected, rtol=ULP, atol=1e-6)
+
+
+def test_a_norm_in_bf16_says_what_is_missing() -> None:
+    model = Norm(lambda w, n, x: w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)))
+    (miss,) = [m for m in _fused(model)[1].misses if m.near]
+    assert (miss.expected, miss.found) == ("float32 inside the norm", "an input or weight bfloat16[5, 128]")
+    assert miss.remedy == "make it float32 inside the norm"
+
+
 def test_torch_rms_norm() -> None:
     _, log, expected, found = _fused(nn.RMSNorm(128, eps=1e-5).bfloat16().requires_grad_(False))
     assert log.counts()["rms_norm"] == 1

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import cannopy
 from cannopy.frontend import sources
 from cannopy.frontend.errors import ModelSourceError
 from cannopy.models import published
@@ -106,3 +107,20 @@ def test_other_math_is_refused(config: dict[str, Any], change: dict[str, Any], r
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ModelSourceError, match=f"has no serving form: .*{reason}.*; --form stock takes it"):
         sources.load(str(tmp_path), form="serving")
+
+
+def test_the_example_of_the_page_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In eager mode: what it calls compiled is tested elsewhere."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    block = page.partition("```python\n")[2].partition("```")[0]
+
+    def eager(model: Any, method: str, args: Any, options: cannopy.Options) -> Any:
+        assert options.phase == method
+        return getattr(model, method)
+
+    monkeypatch.setattr(cannopy, "compile", eager)
+    names: dict[str, Any] = {}
+    with torch.no_grad():
+        exec(block, names)
+    assert names["logits"].shape == (2, 512)
+    assert names["requests"].lengths == [41, 24]

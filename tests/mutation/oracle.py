@@ -24,8 +24,6 @@ POOLED_LIMIT = P90_LIMIT
 """Largest ratio of the lowered graph's error, over a whole tensor, to that of the graph as it is."""
 ROW_LIMIT = 4.0
 """The same for one row and for tensors of few elements, where the ratio of two roundings scatters."""
-LONE = 8
-"""So does it for a tensor of which fewer rows were written: a row's errors share the rounding of its norm."""
 FEW = 64
 """A tensor or row with fewer elements is compared with `ROW_LIMIT` and at least one step of its dtype."""
 
@@ -158,8 +156,7 @@ def _tensor(ours: Tensor, as_is: Tensor, wide: Tensor) -> list[str]:
         return ["not finite where the graph as it is is"]
     step = torch.finfo(ours.dtype).eps
     e, p = _error(a, c), _error(b, c)
-    lone = int(((a != c) | (b != c)).any(dim=1).sum()) < LONE
-    bound = (ROW_LIMIT if lone else POOLED_LIMIT) * p + SUMMATION_FLOOR if a.numel() >= FEW else ROW_LIMIT * max(p, step)
+    bound = POOLED_LIMIT * p + SUMMATION_FLOOR if a.numel() >= FEW else ROW_LIMIT * max(p, step)
     if not e <= bound:
         return [f"error {e:.3e}, {p:.3e} as it is"]
     if a.shape[1] < FEW:

@@ -68,7 +68,8 @@ class Optimum:
 
 
 def optimum(problem: Problem, streams: int, seconds: float, known: Solution) -> Optimum:
-    """Solve ``problem`` (of the common model) on ``streams`` streams within ``seconds``, starting from ``known``."""
+    """Solve ``problem`` (of the common model) on ``streams`` streams, starting from ``known``. ``seconds``: of the
+    solver's own clock, which counts work and not time, so that a busy machine gives the same result."""
     model = cp_model.CpModel()
     spans = simulate(problem.schedule(known), problem.machine).spans
     scale = UNITS / sum(problem.us)
@@ -90,7 +91,7 @@ def optimum(problem: Problem, streams: int, seconds: float, known: Solution) -> 
     model.add_max_equality(last, [task.end for task in tasks])
     model.minimize(last)
     solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.max_deterministic_time = seconds
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 1
     status = solver.solve(model)

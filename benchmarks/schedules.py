@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 import sys
 import time
@@ -34,7 +35,9 @@ from cannopy.superkernel import SuperKernels, why_not
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "schedules.md"
 TARGET = "atlas-a3"
-SECONDS = 30.0
+SECONDS = 12.0
+"""Of the solver's own clock, for one layer."""
+ZOO = ("deepseek-v3.2", "deepseek-v3", "kimi-k2", "longcat-flash", "qwen2.5", "qwen3-moe")
 R1 = Case("deepseek-r1", Load("decode", 48, 4096, 1), "ep=128,dp=128", "w8a8c8", "streams")
 K2 = Case("kimi-k2", Load("decode", 1, 4060, 0), "ep=128,dp=128", "w8a8", "streams")
 EXPERTS: dict[str, Case] = {"DeepSeek-V3.2-Exp": V32_2, "DeepSeek-R1": R1, "Kimi-K2": K2, "LongCat-Flash": LONGCAT_4}
@@ -154,6 +157,31 @@ def distinct_layers(names: Iterable[str] | None = None) -> Iterator[tuple[str, s
                     yield name, title, part.layer, Schedule(part.tasks, graphs=0)
 
 
+def zoo_layers(names: Iterable[str] = ZOO) -> Iterator[tuple[str, str, int, Schedule]]:
+    """The same of the fused decode graphs of the zoo's stock models, tiny sizes."""
+    from cannopy.environment import import_torch
+
+    import_torch()
+    import cannopy
+    from cannopy import api
+    from cannopy.frontend import sources, state
+    from cannopy.stream_scheduler.graph_cost import schedule_of
+    from cannopy.stream_scheduler.network.pricing import Pricing
+
+    pricing = Pricing(load_hardware(TARGET), load_constants())
+    for name in names:
+        loaded = sources.load(name, size="tiny", weights=False)
+        inputs, kwargs = loaded.make_inputs("decode")
+        method = loaded.method_of("decode")
+        state.prepare_state(loaded.model, inputs, kwargs, method=method)
+        program, _ = api.lower(loaded.model, method, inputs, kwargs, cannopy.Options(phase="decode"), {})
+        seen = set()
+        for part in segments(schedule_of(program, pricing).schedule.tasks):
+            if part.layer is not None and part.kind not in seen and len(part.tasks) > 1:
+                seen.add(part.kind)
+                yield f"{name} tiny", "decode, graph", part.layer, Schedule(part.tasks, graphs=0)
+
+
 def gap(model: str, load: str, layer: int, tasks: Schedule, streams: int = 2, seconds: float = SECONDS) -> Gap:
     """Solve one layer both ways."""
     from benchmarks.optimum import common_machine, common_tasks, optimum
@@ -210,13 +238,14 @@ def page(exact: bool) -> str:
         *table(("variant", *EXPERTS), ablation()), "",
     ]
     if exact:
-        found = [gap(*layer) for layer in distinct_layers()]
+        found = [gap(*layer) for layer in itertools.chain(zoo_layers(), distinct_layers())]
         lines += [
             "## Against an exact solver", "",
-            "OR-Tools CP-SAT solves each distinct layer of all described models on two streams, with a core limit for",
-            "every kernel by itself; `benchmarks/optimum.py` states the model, and the scheduler is run in the same",
-            f"one. Microseconds. The solver has {SECONDS:.0f} seconds a layer on one core and starts from the",
-            "scheduler's solution; where it stops before it has proved its best, the bound is below it.", "",
+            "OR-Tools CP-SAT solves each distinct layer of the zoo's fused decode graphs and of all described models",
+            "on two streams, with a core limit for every kernel by itself; `benchmarks/optimum.py` states the model,",
+            f"and the scheduler is run in the same one. Microseconds. The solver has {SECONDS:.0f} seconds of its own",
+            "clock for a layer and starts from the scheduler's solution; where it stops before it has proved its best,",
+            "the bound is below it.", "",
             *gap_lines(found), "",
         ]
     return "\n".join(lines)

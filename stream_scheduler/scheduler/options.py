@@ -15,12 +15,12 @@ MOST_STREAMS = 4
 
 @dataclass(frozen=True)
 class ScheduleOptions:
-    """``streams``: budget, 1 to 4. A feature is applied in a layer where it wins more than ``threshold``, a share of
-    the time of the layer, and more than ``least_us`` microseconds, which an event and a wait may cost. ``split``: core
-    limits are searched, or always halves. ``order``: kernels are reordered, or stay in graph order. ``groups``
-    {collective: communication group}; see `collectives`. ``sizes`` {weight: bytes of the tensor}, beyond which nothing
-    is prefetched; what a kernel reads of it may be counted as more. ``pins``: switches of features and fixed kernels. ``target``:
-    name of the chip, for the plan."""
+    """``target``: name of the chip, for the plan. ``streams``: budget, 1 to 4. A feature is applied in a layer where it
+    wins more than ``threshold``, a share of the time of the layer, and more than ``least_us`` microseconds, which an
+    event and a wait may cost. ``split``: core limits are searched, or always halves. ``order``: kernels are reordered,
+    or stay in graph order. ``groups`` {collective: communication group}; see `collectives`. ``sizes`` {weight: bytes of
+    the tensor}, beyond which nothing is prefetched; what a kernel reads may be counted as more. ``pins``: switches
+    of features and fixed kernels."""
 
     target: str = ""
     streams: int = 2

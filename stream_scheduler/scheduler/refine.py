@@ -1,8 +1,8 @@
 """Core limits kernel by kernel, for a layer whose streams are decided.
 
-Starts from the limits of the windows, changes one kernel at a time to another limit or to none, longest kernels first,
-and keeps what shortens the list schedule. Kernels that the new schedule keeps apart and that would not fit beside each
-other wait for one another.
+Starts from the limits of the windows, or from the narrowest that each kernel hardly notices. Changes one kernel at a
+time to another limit or to none, longest kernels first, then pairs that run side by side, and keeps what shortens the
+list schedule. Kernels that the new schedule keeps apart and that would not fit beside each other wait for one another.
 """
 
 from __future__ import annotations
@@ -22,6 +22,16 @@ MOST_MOVES = 400
 HOPELESS = 1.02
 """A list that much longer than the best one is not worth improving."""
 _TINY = 1e-6
+
+
+def narrow(problem: Problem, solution: Solution, slack: float) -> Solution:
+    """``solution`` with each kernel on the fewest cores on which it takes no more than ``slack`` times as long."""
+    found: list[Cores | None] = []
+    for i in range(problem.size):
+        fits = (cores for cores in limits(problem.machine) if problem.used(i, cores) != problem.cores[i]
+                and problem.us_on(i, problem.used(i, cores)) <= slack * problem.us[i])
+        found.append(next(fits, None))
+    return problem.pinned(dataclasses.replace(solution, cores=tuple(found)))
 
 
 def refined(problem: Problem, solution: Solution, streams: int, settled: bool) -> Solution:

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from cannopy.stream_scheduler.scheduler.branches import assigned, branches
 from cannopy.stream_scheduler.scheduler.listing import Lister, solution_of
 from cannopy.stream_scheduler.scheduler.problem import Problem, Solution
-from cannopy.stream_scheduler.scheduler.refine import refined
+from cannopy.stream_scheduler.scheduler.refine import narrow, refined
 from cannopy.stream_scheduler.scheduler.windows import legal, limited
 
 MOST_BRANCHES = 6
 REFINED = 4
+SLACKS = (1.02, 1.3)
+"""How much slower narrow limits may make each kernel, where limits start from them."""
 _TINY = 1e-6
 
 
@@ -73,15 +75,18 @@ def _refined(problem: Problem, best: Found, streams: int, forced: bool) -> Found
     margin = problem.options.threshold * REFINED * best.us
     if best.us - max(problem.tails) <= margin:
         return best
+    seeds = [best.solution, *(narrow(problem, best.solution, slack) for slack in SLACKS)]
+    starts = [(seed, True) for seed in seeds]
+    if any(group is not None for group in problem.groups):
+        starts.append((best.solution, False))
     found = best
-    for settled in (False, True):
-        solution = refined(problem, best.solution, streams, settled)
-        if forced and not solution.limited:
+    for seed, settled in starts:
+        solution = refined(problem, seed, streams, settled)
+        if (forced and not solution.limited) or not legal(problem, solution):
             continue
         us = problem.time(solution)
-        if legal(problem, solution):
-            found = Found(solution, us) if us < best.us - margin - _TINY else best
-            break
+        if us < min(found.us, best.us - margin) - _TINY:
+            found = Found(solution, us)
     return _fewer_waits(problem, found) if found is not best else best
 
 

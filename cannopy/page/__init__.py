@@ -101,9 +101,9 @@ def _parity(parity: ParityReport) -> str:
         picks = f"<h3>Picks of experts and keys</h3>{_table(columns, made, numbers=True)}"
     writes = ""
     if parity.writes:
-        columns = ("phase", "cache", "rows written", "rows outside the step", "of them changed")
+        titles = ("phase", "cache", "rows written", "rows outside the step", "of them changed")
         kept = [(w.phase, w.name, w.rows, w.outside, w.changed) for w in parity.writes]
-        writes = f"<h3>Rows of the cache</h3>{_table(columns, kept, numbers=True)}"
+        writes = f"<h3>Rows of the cache</h3>{_table(titles, kept, numbers=True)}"
     head = ("phase", "tokens", "median", "plain bf16", "p90", "plain bf16", "largest", "plain bf16")
     rows: list[tuple[Any, ...]] = []
     for part in parity.errors:

@@ -26,6 +26,10 @@ ONE_ROUNDING = (torch.float32, torch.float64)
 """Where rsqrt(x) is within two units in the last place of 1 / sqrt(x): the narrow types round the root to 8 or 11
 bits before it is inverted."""
 
+ENTRYWISE = (aten.add.Tensor, aten.mul.Tensor, aten.sqrt.default, aten.rsqrt.default, aten.reciprocal.default,
+             aten.pow.Tensor_Scalar, aten._to_copy.default)
+"""Functions of each entry, where all operands but the first are numbers."""
+
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
@@ -121,8 +125,12 @@ def _mean(editor: Editor, node: fx.Node) -> fx.Node | None:
 
 
 def _kept_dim(editor: Editor, node: fx.Node) -> fx.Node | None:
-    """A mean or sum over the last dim whose only reader puts that dim back with size 1."""
-    total = cast(fx.Node, node.args[0])
+    """A mean or sum over the last dim whose only reader, perhaps behind functions of each entry, puts that dim back
+    with size 1."""
+    total, between = cast(fx.Node, node.args[0]), list[fx.Node]()
+    while is_call(total, *ENTRYWISE) and len(total.users) == 1 and _of_one(total):
+        between.append(total)
+        total = cast(fx.Node, total.args[0])
     if not is_call(total, aten.mean.dim, aten.sum.dim_IntList) or total.kwargs or len(total.users) > 1:
         return None
     x, dims = total.args[:2]
@@ -131,7 +139,14 @@ def _kept_dim(editor: Editor, node: fx.Node) -> fx.Node | None:
     if dims not in ([-1], [len(shape(x)) - 1]) or list(shape(node)) != [*shape(total), 1]:
         return None
     with editor.before(node):
-        return editor.call(total.target, x, dims, True)
+        value = editor.call(total.target, x, dims, True)
+        for step in reversed(between):
+            value = editor.call(step.target, value, *step.args[1:], **step.kwargs)
+        return value
+
+
+def _of_one(node: fx.Node) -> bool:
+    return isinstance(node.args[0], fx.Node) and not any(isinstance(a, fx.Node) for a in node.args[1:])
 
 
 def _number_operand(editor: Editor, node: fx.Node) -> fx.Node | None:

@@ -37,6 +37,16 @@ REACHES = {
         lambda c, x: c(aten.view.default, c(aten.sum.dim_IntList, x, [1], False), [4, 1]), [BF16],
         ["aten.sum.dim_IntList"],
     ),
+    "mean, a function, then its dim": (
+        lambda c, x: c(aten.unsqueeze.default, c(aten.rsqrt.default, c(aten.add.Tensor, c(aten.mean.dim, x, [-1]), 4.0,
+                                                                       alpha=2)), 1),
+        [F32], ["aten.mean.dim", "aten.add.Tensor", "aten.rsqrt"],
+    ),
+    "twice a sum, then its dim": (
+        lambda c, x: c(aten.unsqueeze.default, (lambda t: c(aten.add.Tensor, t, t))(c(aten.sum.dim_IntList, x, [-1])),
+                       1),
+        [F32[:, :4]], ["aten.sum.dim_IntList", "aten.add.Tensor", "aten.reshape"],
+    ),
     "mean, then another dim": (
         lambda c, x: c(aten.unsqueeze.default, c(aten.mean.dim, x, [-1]), 0), [F32], ["aten.mean.dim", "aten.reshape"],
     ),

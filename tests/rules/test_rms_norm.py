@@ -69,11 +69,14 @@ def test_rounding_before_or_after_gamma(form: str) -> None:
     torch.testing.assert_close(found, expected, rtol=ULP, atol=1e-6)
 
 
-@pytest.mark.parametrize("length", [
-    lambda x: x.pow(2).mean(-1).unsqueeze(-1), lambda x: x.square().sum(-1)[..., None] / 128,
-], ids=["mean", "sum"])
-def test_the_last_dim_may_come_back_later(length: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    model = Norm(lambda w, n, x: w * (x.float() * torch.rsqrt(length(x.float()) + 1e-5)).to(x.dtype))
+@pytest.mark.parametrize("factor", [
+    lambda x: torch.rsqrt(x.pow(2).mean(-1).unsqueeze(-1) + 1e-5),
+    lambda x: torch.rsqrt(x.square().sum(-1)[..., None] / 128 + 1e-5),
+    lambda x: torch.rsqrt(x.pow(2).mean(-1) + 1e-5).view(-1, 1),
+    lambda x: (x.square().sum(-1) / 128 + 1e-5).sqrt().reciprocal().unsqueeze(1),
+], ids=["mean", "sum", "mean, far", "sum, far"])
+def test_the_last_dim_may_come_back_later(factor: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    model = Norm(lambda w, n, x: w * (x.float() * factor(x.float())).to(x.dtype))
     _, log, expected, found = _fused(model)
     assert log.counts()["rms_norm"] == 1
     torch.testing.assert_close(found, expected, rtol=ULP, atol=1e-6)

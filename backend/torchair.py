@@ -81,6 +81,9 @@ class WorkFolder:
 def compiler_config(settings: Mapping[str, Any]) -> Any:
     """torchair's CompilerConfig with `settings` by dotted name; ValueError names an unknown one and the nearest."""
     config = _torchair().CompilerConfig()
+    # It makes one AsStrided of a chain of views by the strides of fake values. Those of an npu op's result are copied
+    # from its operand, while the op itself writes contiguous memory: permuted operand, permuted result, wrong elements.
+    config.experimental_config.enable_view_optimize = False
     for name, value in settings.items():
         *parents, last = name.split(".")
         owner = config

@@ -42,9 +42,12 @@ def _text_says_the_same(found: Explanation, miss: dict[str, str]) -> None:
 
 
 def test_nothing_is_refused_of_the_stock_models() -> None:
-    for model, args, kwargs in (qwen(), deepseek(first_k_dense_replace=1)):
+    """Without a cache, transformers looks for packed sequences in the positions: a mask that the graph does not prove."""
+    for (model, args, kwargs), unproven in ((qwen(), ["fused_infer_attention"]),
+                                            (deepseek(first_k_dense_replace=1), [])):
         found = explain(model, "forward", args, kwargs)
-        assert [(r.rule, r.reason) for r in found.refused] == []
+        assert [r.rule for r in found.refused] == unproven
+        assert all("not provably causal" in r.reason for r in found.refused)
         _nodes_are_followed(found)
 
 

@@ -124,8 +124,8 @@ def _down(match: Match, up: fx.Node, norm: fx.Node, key: Turned, written: list[W
         return _refused(up, f"the queries come from {describe(low)}, not from a normalised low-rank latent")
     first = _behind(cast(fx.Node, low).args[0])
     if not is_call(first, aten.linear.default):
-        return _refused(cast(fx.Node, low), "the normalised latent of the queries is not that of a projection, as it is "
-                        "with q_lora_rank")
+        return _refused(cast(fx.Node, low), "the normalised latent of the queries is not that of a projection, as it "
+                        "is with q_lora_rank")
     linears = cast("tuple[fx.Node, ...]", (first, up, down))
     if any(len(linear.args) > 2 for linear in linears):
         return _refused(match.anchor, "a projection has a bias, which the operator does not add")

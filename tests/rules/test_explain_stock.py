@@ -42,7 +42,7 @@ def _text_says_the_same(found: Explanation, miss: dict[str, str]) -> None:
 
 
 def test_nothing_is_refused_of_the_stock_models() -> None:
-    """Without a cache, transformers looks for packed sequences in the positions: a mask that the graph does not prove."""
+    """Without a cache, transformers looks for packed sequences in the positions: a mask that is not proven."""
     for (model, args, kwargs), unproven in ((qwen(), ["fused_infer_attention"]),
                                             (deepseek(first_k_dense_replace=1), [])):
         found = explain(model, "forward", args, kwargs)

@@ -37,7 +37,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "schedules.md"
 TARGET = "atlas-a3"
 SECONDS = 12.0
 """Of the solver's own clock, for one layer."""
-ZOO = ("deepseek-v3.2", "deepseek-v3", "kimi-k2", "longcat-flash", "qwen2.5", "qwen3-moe")
+ZOO = ("deepseek-v3.2", "deepseek-r1", "kimi-k2", "longcat-flash", "qwen2.5", "qwen3-moe")
 R1 = Case("deepseek-r1", Load("decode", 48, 4096, 1), "ep=128,dp=128", "w8a8c8", "streams")
 K2 = Case("kimi-k2", Load("decode", 1, 4060, 0), "ep=128,dp=128", "w8a8", "streams")
 EXPERTS: dict[str, Case] = {"DeepSeek-V3.2-Exp": V32_2, "DeepSeek-R1": R1, "Kimi-K2": K2, "LongCat-Flash": LONGCAT_4}

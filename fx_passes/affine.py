@@ -176,10 +176,11 @@ def _node(node: fx.Node, memo: dict[fx.Node, Value | None]) -> Value | None:
 def _source(node: fx.Node, memo: dict[fx.Node, Value | None]) -> Value | None:
     size, kind = shape(node), node.meta["val"].dtype
     if kind in INTEGERS and is_call(node, aten.arange.default):
-        return Affine((1,))
+        return Affine((int(size[0] != 1),))  # a dim of size 1 may be broadcast, and its only index is 0
     if kind in INTEGERS and is_call(node, aten.arange.start, aten.arange.start_step):
         start, step = node.args[0], node.args[2] if len(node.args) > 2 else 1
-        return Affine((step,), start) if isinstance(start, int) and isinstance(step, int) else None
+        known = isinstance(start, int) and isinstance(step, int)
+        return Affine((step if size[0] != 1 else 0,), start) if known else None
     if is_call(node, aten.full.default, aten.full_like.default, aten.new_full.default):
         fill = node.args[1] if is_call(node, aten.full.default, aten.full_like.default) else node.args[2]
         if kind is torch.bool:

@@ -31,17 +31,22 @@ class Packed:
 
 def packed(node: object, tokens: int) -> Packed | None:
     """The ends of the requests of a mask over [.., tokens, tokens], None when it is not provably such a mask."""
-    if not isinstance(node, fx.Node) or shape(node)[-2:] != (tokens, tokens) or set(shape(node)[:-2]) - {1}:
+    if not isinstance(node, fx.Node) or not _of_tokens(node, tokens):
         return None
     while is_call(node, *VIEWS):
         node = cast(fx.Node, node.args[0])
-    if not is_call(node, aten.bitwise_and.Tensor, aten.logical_and.default):
+    if not is_call(node, aten.bitwise_and.Tensor, aten.logical_and.default) or not _of_tokens(node, tokens):
         return None
     for same, before in (node.args[:2], node.args[1::-1]):
         found = _same_request(same)
         if found is not None and _not_later(before):
             return found
     return None
+
+
+def _of_tokens(node: fx.Node, tokens: int) -> bool:
+    """[.., tokens, tokens] with dims of size 1 in front."""
+    return shape(node)[-2:] == (tokens, tokens) and not set(shape(node)[:-2]) - {1}
 
 
 def _not_later(node: object) -> bool:

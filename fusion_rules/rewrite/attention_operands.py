@@ -28,21 +28,34 @@ Visible = Causal | Packed | None
 
 def visible(match: Match) -> Visible | Refusal:
     """What the mask of ``match``, an attention over [B, N, S, T], shows each query; a refusal when that is unproven."""
-    mask, queries, keys = match["mask"], shape(match["q"])[2], shape(match["k"])[2]
+    mask, (batch, _, queries, _), keys = match["mask"], shape(match["q"]), shape(match["k"])[2]
     if mask is None:
-        return Causal(None, 0) if match["is_causal"] else None
+        first = Causal(None, 0) if match["is_causal"] else None
+        return first and (unseen(first, match.anchor, queries, keys) or first)
     if match["is_causal"]:
         return Refusal("the attention has a mask and is_causal at once", match.anchor, "mask", "one of both", "both",
                        "leave is_causal out where a mask is given")
-    found = packed(mask, queries) if queries == keys else None
+    found = packed(mask, queries) if queries == keys and batch == 1 else None
     reason = found or causal(mask, queries, keys)
     if isinstance(reason, str):
         return Refusal(reason, mask, "mask", "a mask that is causal by position", describe(mask),
                        "leave the causal mask to the model: no padding, sliding window, bias or other mask on top")
-    if isinstance(reason, Causal) and reason.symbol is None and reason.const < 0:
+    return (unseen(reason, mask, queries, keys) if isinstance(reason, Causal) else None) or reason
+
+
+def unseen(past: Causal, mask: fx.Node, queries: int, keys: int) -> Refusal | None:
+    """The refusal of a causal mask over [B, N, S, T] that lengths of the keys of each request cannot say."""
+    if past.by_request and len(shape(mask)) != 4:
+        return Refusal("the lengths in the mask are those of heads, not of requests", mask, "mask",
+                       "a mask [B, 1, S, T]", describe(mask), "give the mask a dim of size 1 for the heads")
+    if past.symbol is None and past.const < 0:
         return Refusal("the first query sees no key", mask, "mask", "key <= query + past, past >= 0",
-                       f"past = {reason.const}", "let each query see at least its own key")
-    return reason
+                       f"past = {past.const}", "let each query see at least its own key")
+    if past.symbol is None and past.const + queries > keys:
+        return Refusal("the last queries stand behind the last key", mask, "mask",
+                       f"past + {queries} queries <= {keys} keys", f"past = {past.const}",
+                       "give as many keys as the last query may see")
+    return None
 
 
 @dataclass(frozen=True)

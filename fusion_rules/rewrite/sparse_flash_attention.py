@@ -21,6 +21,7 @@ from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
 from cannopy.fusion_rules.engine.spellings import CAST, RESHAPE, SWAP_HEADS, computed_weight, wrong_shape
 from cannopy.fusion_rules.engine.stop import describe
 from cannopy.fusion_rules.rewrite import positions
+from cannopy.fusion_rules.rewrite.attention_operands import unseen
 from cannopy.fx_passes.affine import Causal, causal, very_negative
 from cannopy.fx_passes.graph import aten, dtype, shape, where
 from cannopy.fx_passes.weight_plan import derived, preview, why_not_weight
@@ -144,10 +145,7 @@ def _masks(match: Match) -> Causal | Refusal:
                        "one causal mask for both", "two masks", "give the indexer the mask of the attention")
     past = found[0]
     assert isinstance(past, Causal)
-    if past.symbol is None and past.const < 0:
-        return Refusal("the first query sees no key", match["attention_mask"], "mask", "key <= query + past, past >= 0",
-                       f"past = {past.const}", "let each query see at least its own key")
-    return past
+    return unseen(past, match["attention_mask"], s["S"], s["L"]) or past
 
 
 def _layout(match: Match) -> Refusal | None:

@@ -138,6 +138,14 @@ def test_a_padding_mask_is_refused() -> None:
     assert "padding" in found
 
 
+def test_a_row_of_one_index_is_broadcast() -> None:
+    """arange(1) is 0 for every key: the mask shows the first key alone."""
+    found = _mask(lambda past: ((torch.arange(1) >= torch.arange(KEYS)) & (torch.arange(KEYS) <= past))[None], PAST,
+                  queries=1)
+    assert isinstance(found, str)
+    assert "2 conditions" in found
+
+
 def test_lengths_per_request_are_proven() -> None:
     found = _mask(lambda past: torch.arange(KEYS) <= torch.arange(QUERIES)[:, None] + past[:, None, None] - 1,
                   torch.tensor([3, 5]))

@@ -81,7 +81,16 @@ def _summed_elsewhere(ends: torch.Tensor) -> torch.Tensor:
     return _mask((index[:, None] >= both[None, :]).sum(0), index)
 
 
-@pytest.mark.parametrize("fn", [_no_order, _strictly_before, _counted_backwards, _neighbours, _summed_elsewhere])
+def _reshaped(ends: torch.Tensor) -> torch.Tensor:
+    """Nine masks of three tokens, as one of nine."""
+    index = torch.arange(3)
+    request = (index[:, None] >= ends[None, :]).sum(-1)
+    same, before = request[:, None] == request[None, :], index[:, None] >= index[None, :]
+    return (same & before.expand(9, 3, 3)).reshape(TOKENS, TOKENS)
+
+
+@pytest.mark.parametrize("fn", [_no_order, _strictly_before, _counted_backwards, _neighbours, _summed_elsewhere,
+                                _reshaped])
 def test_another_mask_is_none(fn: Callable[..., torch.Tensor]) -> None:
     assert _found(fn) is None
 

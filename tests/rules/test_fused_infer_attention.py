@@ -264,6 +264,28 @@ def _first_sees_nothing(q: Tensor, k: Tensor, v: Tensor, past: Tensor) -> Tensor
     return attention(q, k, v, mask[None, None], gqa=True) + 0 * past
 
 
+def keys_end_before_the_last_query(q: Tensor, k: Tensor, v: Tensor, past: Tensor) -> Tensor:
+    mask = torch.arange(4) <= torch.arange(q.shape[2])[:, None] + 2
+    return attention(q, k[:, :, :4], v[:, :, :4], mask[None, None], gqa=True) + 0 * past
+
+
+def fewer_keys_than_queries(q: Tensor, k: Tensor, v: Tensor, past: Tensor) -> Tensor:
+    return attention(q, k[:, :, :2], v[:, :, :2], None, causal=True, gqa=True) + 0 * past
+
+
+def lengths_of_heads(q: Tensor, k: Tensor, v: Tensor, past: Tensor) -> Tensor:
+    """A mask [N, S, T] with as many heads as requests."""
+    lengths = torch.stack((past, past + 5))
+    return attention(q[:, :B], k, v, torch.arange(L) <= lengths[:, None, None], gqa=True)
+
+
+def prompts_of_two_rows(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
+    index = torch.arange(q.shape[2])
+    request = (index[:, None] >= ends[None, :]).sum(-1)
+    mask = (request[:, None] == request[None, :]) & (index[:, None] >= index[None, :])
+    return attention(q, k, v, mask[None, None], gqa=True)
+
+
 REFUSED: dict[str, tuple[Form, Callable[[], tuple[Tensor, ...]], str]] = {
     "sliding window": (window, lambda: operands(S), "has 2 conditions"),
     "bias": (bias, lambda: operands(S), "not provably causal by cache position"),
@@ -276,6 +298,11 @@ REFUSED: dict[str, tuple[Form, Callable[[], tuple[Tensor, ...]], str]] = {
     "packed head dim": (packed, lambda: (_r(9, N, 64), _r(9, K, 64), _r(9, K, 64), ENDS), "head-dim-packed"),
     "requests without order": (hidden_prompts, lambda: (_r(1, N, 9, 128), _r(1, K, 9, 128), _r(1, K, 9, 128), ENDS),
                                "not provably causal"),
+    "fewer keys than the mask shows": (keys_end_before_the_last_query, lambda: operands(S), "behind the last key"),
+    "is_causal with fewer keys": (fewer_keys_than_queries, lambda: operands(S), "behind the last key"),
+    "lengths of heads": (lengths_of_heads, lambda: operands(1), "those of heads, not of requests"),
+    "packed prompts in two rows": (prompts_of_two_rows, lambda: (_r(B, N, 9, 128), _r(B, K, 9, 128), _r(B, K, 9, 128),
+                                                                 ENDS), "not provably causal"),
     "small blocks for drafts": (paged, lambda: paged_inputs(3, 16), "block-multiple-many"),
 }
 

@@ -18,7 +18,7 @@ from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Number, Op, Pat
 from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule, other_reader
 from cannopy.fusion_rules.engine.spellings import gated_halves_refusal, half
 from cannopy.fusion_rules.engine.stop import describe
-from cannopy.fusion_rules.rewrite.zero_experts import before, handed_on, unmasked, whole_ids
+from cannopy.fusion_rules.rewrite.zero_experts import Unmasked, before, handed_on, unmasked, whole_ids
 from cannopy.fx_passes.graph import aten, dtype, is_call, shape
 from cannopy.fx_passes.weight_plan import derived, preview, why_not_weight
 
@@ -219,8 +219,10 @@ def _skipped(match: Match, experts: Experts) -> Experts | Refusal:
     if shared is None:
         return experts
     part = before(shared, aten._to_copy.default) if isinstance(shared, fx.Node) else shared
-    if experts.choices is not None and handed_on(part, experts.x, experts.ids, experts.gate_up.experts):
-        return replace(experts, share=True)
+    if experts.choices is not None:
+        given = Unmasked(experts.ids, experts.scales, experts.choices)
+        if handed_on(part, experts.x, (experts.tokens, experts.top_k), given, experts.gate_up.experts):
+            return replace(experts, share=True)
     if match.get("wide") is not None:
         found = describe(shared)
         return Refusal("what is added before the sum is rounded is not the share of zero experts: the sum stays as it "

@@ -9,6 +9,7 @@ weights, so the rules of the experts ask here for the numbers and weights before
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -83,22 +84,39 @@ def unmasked(ids: fx.Node, scales: fx.Node, experts: int) -> Unmasked | None:
     return Unmasked(masked_ids.source, masked_scales.source, choices)
 
 
-def handed_on(value: object, x: fx.Node, ids: fx.Node, experts: int) -> bool:
-    """Whether ``value`` is ``x · Σ_k [id >= experts] w`` for the tokens ``x`` and the numbers ``ids``."""
+def handed_on(value: object, x: fx.Node, pairs: tuple[int, int], given: Unmasked, experts: int) -> bool:
+    """Whether ``value`` is ``x · Σ_k [id >= experts] w`` for the tokens ``x``, ids and weights ``given`` of ``pairs``
+    [T, K]."""
     if not is_call(value, aten.mul.Tensor):
         return False
     node = cast(fx.Node, value)
-    tokens = before(x, aten.reshape.default)
     for token, share in (node.args[:2], node.args[1::-1]):
-        if not isinstance(token, fx.Node) or before(token, aten.reshape.default, aten._to_copy.default) is not tokens:
+        if not isinstance(token, fx.Node) or not isinstance(share, fx.Node):
             continue
-        total = before(cast(fx.Node, share), aten.reshape.default, aten._to_copy.default)
-        if not is_call(total, aten.sum.dim_IntList) or list(cast("list[int]", total.args[1])) not in ([1], [-1]):
-            continue
-        weights = masked(cast(fx.Node, total.args[0]))
-        if weights is not None and weights.kept == Split(whole_ids(ids), experts, False):
+        rows = shape(token)[:-1]
+        by_token = math.prod(rows) == pairs[0] and shape(share) == (*rows, 1)
+        if by_token and _unrounded(token) is _unrounded(x) and _is_share(_unrounded(share), pairs, given, experts):
             return True
     return False
+
+
+def _unrounded(node: fx.Node) -> fx.Node:
+    """What ``node`` was before reshapes and casts to a floating dtype."""
+    while is_call(node, aten.reshape.default) or (
+            is_call(node, aten._to_copy.default) and dtype(node).is_floating_point):
+        node = cast(fx.Node, node.args[0])
+    return node
+
+
+def _is_share(total: fx.Node, pairs: tuple[int, int], given: Unmasked, experts: int) -> bool:
+    """Whether ``total`` is ``Σ_k [id >= experts] w`` of the weights ``given``."""
+    if not is_call(total, aten.sum.dim_IntList) or list(cast("list[int]", total.args[1])) not in ([1], [-1]):
+        return False
+    summed = cast(fx.Node, total.args[0])
+    weights = masked(summed) if shape(summed) == pairs else None
+    if weights is None or weights.kept != Split(whole_ids(given.ids), experts, False):
+        return False
+    return before(weights.source, aten.reshape.default) is before(given.scales, aten.reshape.default)
 
 
 def masked(node: fx.Node) -> Masked | None:

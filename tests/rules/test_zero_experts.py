@@ -170,6 +170,16 @@ def test_something_else_before_the_rounding_is_refused() -> None:
     assert after.operations() == before.operations()
 
 
+def test_a_share_of_other_weights_stays_as_it_is() -> None:
+    def halved(ids: Tensor, weights: Tensor, bound: int) -> tuple[Tensor, Tensor, Tensor]:
+        return (*masked(ids, weights, bound)[:2], masked(ids, 0.5 * weights, bound)[2])
+
+    before = traced(Block(halved, late=False))
+    after, log = before.fused(EVERY)
+    assert log.counts()["moe_experts"] == 1
+    assert error(after.run()[0], before.run()[0].double()) < 2.0**-7
+
+
 def test_fires_on_our_longcat() -> None:
     sizes = LongcatConfig(hidden_size=64, expert_ffn_hidden_size=32, n_routed_experts=6, zero_expert_num=3, moe_topk=4)
     module = lively_(ShortcutExperts(sizes).bfloat16(), 0).eval()

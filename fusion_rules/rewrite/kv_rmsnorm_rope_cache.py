@@ -55,18 +55,22 @@ def _writes(match: Match) -> Writes | Refusal:
     size, dim = shape(match.anchor), match["dim"] % len(shape(match.anchor))
     batch = math.prod(size[:dim])
     tokens, rope = batch * shape(match["index"])[0], math.prod(size[dim + 1 :])
+    places = (batch, size[dim])
     part = view(match["pe"]).reshape((tokens, rope))
     for other in match["index"].users:
         if is_call(other, aten.index_copy.default) and other is not match.anchor and other.args[2] is match["index"]:
-            found = _latent(other, part, batch, tokens, match["rope_base"])
+            found = _latent(other, part, places, tokens, match["rope_base"])
             if found is not None:
                 return found
     return _refused(match.anchor, "no normalised latent of the same projection is written to a cache at the same rows")
 
 
-def _latent(write: fx.Node, part: View | None, batch: int, tokens: int, base: fx.Node) -> Writes | None:
-    """The write of the latent that stands in front of ``part`` in one projection."""
-    value = cast(fx.Node, write.args[3])
+def _latent(write: fx.Node, part: View | None, places: tuple[int, int], tokens: int, base: fx.Node) -> Writes | None:
+    """The write of the latent that stands in front of ``part`` in one projection, into a cache of as many requests and
+    rows of each, ``places``."""
+    value, size, dim = cast(fx.Node, write.args[3]), shape(write), cast(int, write.args[1]) % len(shape(write))
+    if (math.prod(size[:dim]), size[dim]) != places:
+        return None
     rank = math.prod(shape(value)) // tokens
     rows = view(value).reshape((tokens, rank))
     norm = rows.source if rows is not None else value
@@ -82,7 +86,7 @@ def _latent(write: fx.Node, part: View | None, batch: int, tokens: int, base: fx
     if not latent.matches((tokens, rank), (wide, 1)) or not part.matches(part.size, (wide, 1), rank):
         return None
     caches = _behind(base), _behind(cast(fx.Node, write.args[0]))
-    return Writes(part.source, norm, write, caches, batch, tokens)
+    return Writes(part.source, norm, write, caches, places[0], tokens)
 
 
 def _behind(node: fx.Node) -> fx.Node:
@@ -144,7 +148,7 @@ def rewrite(match: Match, ctx: Context) -> None:
     editor, tokens, rotated = ctx.editor, found.tokens, match["rotated"]
     read = [_read(rotated, match.anchor), _read(found.norm, found.latent)]
     index = match["index"] if shape(match["index"]) == (tokens,) else positions.slots(
-        ctx, match["index"], found.batch, math.prod(shape(match.anchor)[:-1]) // found.batch)
+        ctx, match["index"], found.batch, shape(match.anchor)[match["dim"]])
     if index.meta["val"].dtype != torch.int64:
         index = editor.call(aten._to_copy.default, index, dtype=torch.int64)
     for cache, size in zip(found.caches, blocks, strict=True):

@@ -165,6 +165,29 @@ def test_refuses_a_cache_that_blocks_do_not_divide() -> None:
     _agree(c, fresh(c), program)
 
 
+def test_refuses_caches_with_other_dims_in_front() -> None:
+    """The same positions are other rows where the requests stand behind the positions."""
+    def forward(self: nn.Module, x: Tensor, angles: Tensor, index: Tensor, latents: Tensor, ropes: Tensor) -> Tensor:
+        latent, rope = self.down(x).split([512, 64], dim=-1)
+        latents.index_copy_(0, index, self.norm(latent).reshape(TOKENS, 2, 512))
+        ropes.index_copy_(2, index, rotate_interleaved(rope, angles.cos(), angles.sin())[:, None])
+        return latents.sum(-1) + 0 * ropes.sum()
+
+    kind = type("Behind", (Keys,), {"forward": forward})
+    module = lively_(kind(False, False), 0).bfloat16().eval()
+    x, angles, index, latents, ropes = keys(False, False).args
+    args = (x, angles, index, latents.reshape(32, 2, 512), ropes)
+    prepare_state(module, args, {})
+    program = capture(module, "forward", args, {})
+    normalise.run(program)
+    c = Case(module, args, {}, program)
+    program = fresh(c)
+    log = fuse(program, RULES)
+    assert "kv_rmsnorm_rope_cache" not in log.counts()
+    assert any("no normalised latent of the same projection is written" in m.reason for m in log.misses)
+    _agree(c, fresh(c), program)
+
+
 def test_heads_of_another_attention_are_no_near_miss() -> None:
     """Keys of several heads that are rotated in pairs and cached, as GLM's are."""
     def forward(self: nn.Module, x: Tensor, angles: Tensor, index: Tensor, cache: Tensor, other: Tensor) -> Tensor:

@@ -155,8 +155,20 @@ def _evaluate(node: object, memo: dict[fx.Node, Value | None]) -> Value | None:
         return None
     if node not in memo:
         memo[node] = None
-        memo[node] = _node(node, memo)
+        memo[node] = _indexed(_node(node, memo), shape(node))
     return memo[node]
+
+
+def _indexed(value: Value | None, size: tuple[int, ...]) -> Value | None:
+    """Without the coefficients of dims of size 1, whose only index is 0: such a dim may be broadcast."""
+    if isinstance(value, Mask):
+        terms = [t.aligned(len(size)) for t in value.terms]
+        return Mask(len(size), tuple(replace(t, coefs=_varying(t.coefs, size)) for t in terms))
+    return value and replace(value, coefs=_varying(value.coefs, size))
+
+
+def _varying(coefs: tuple[int, ...], size: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(0 if n == 1 else c for c, n in zip(coefs, size, strict=True))
 
 
 def _node(node: fx.Node, memo: dict[fx.Node, Value | None]) -> Value | None:
@@ -176,11 +188,10 @@ def _node(node: fx.Node, memo: dict[fx.Node, Value | None]) -> Value | None:
 def _source(node: fx.Node, memo: dict[fx.Node, Value | None]) -> Value | None:
     size, kind = shape(node), node.meta["val"].dtype
     if kind in INTEGERS and is_call(node, aten.arange.default):
-        return Affine((int(size[0] != 1),))  # a dim of size 1 may be broadcast, and its only index is 0
+        return Affine((1,))
     if kind in INTEGERS and is_call(node, aten.arange.start, aten.arange.start_step):
         start, step = node.args[0], node.args[2] if len(node.args) > 2 else 1
-        known = isinstance(start, int) and isinstance(step, int)
-        return Affine((step if size[0] != 1 else 0,), start) if known else None
+        return Affine((step,), start) if isinstance(start, int) and isinstance(step, int) else None
     if is_call(node, aten.full.default, aten.full_like.default, aten.new_full.default):
         fill = node.args[1] if is_call(node, aten.full.default, aten.full_like.default) else node.args[2]
         if kind is torch.bool:
@@ -269,7 +280,7 @@ def _moved(node: fx.Node, memo: dict[fx.Node, Value | None]) -> Value | None:
 
 def _move(node: fx.Node, source: fx.Node, value: Affine) -> Affine | None:
     old, new = shape(source), shape(node)
-    coefs = tuple(c if n != 1 else 0 for c, n in zip(value.coefs, old, strict=True))
+    coefs = value.coefs
     if is_call(node, aten.clone.default):
         return value
     if is_call(node, aten.slice.Tensor):

@@ -62,6 +62,8 @@ def latent(match: Match) -> Latent | None:
     if query is None or key is None or shape(query.parts[0])[-1] != shape(key.parts[0])[-1]:
         return None
     batch, heads, length = shape(match["k"])[:3]
+    if shape(match["q"])[1] != heads:
+        return None
     value = view(match["v"])
     nope, nope_view, rope_view = shape(key.parts[0])[-1], key.view(0), key.view(1)
     expanded, width = value.source, nope + value.size[3]

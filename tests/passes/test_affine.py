@@ -138,10 +138,11 @@ def test_a_padding_mask_is_refused() -> None:
     assert "padding" in found
 
 
-def test_a_row_of_one_index_is_broadcast() -> None:
-    """arange(1) is 0 for every key: the mask shows the first key alone."""
-    found = _mask(lambda past: ((torch.arange(1) >= torch.arange(KEYS)) & (torch.arange(KEYS) <= past))[None], PAST,
-                  queries=1)
+@pytest.mark.parametrize("one", [lambda: torch.arange(1), lambda: torch.arange(5)[2:3], lambda: torch.arange(3, 4)],
+                         ids=["arange", "slice", "arange from"])
+def test_one_index_is_broadcast(one: Callable[[], torch.Tensor]) -> None:
+    """It is one number for every key: the mask shows the keys up to it alone."""
+    found = _mask(lambda past: ((one() >= torch.arange(KEYS)) & (torch.arange(KEYS) <= past))[None], PAST, queries=1)
     assert isinstance(found, str)
     assert "2 conditions" in found
 

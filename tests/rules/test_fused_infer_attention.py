@@ -333,6 +333,18 @@ def test_refuses_expanded_values_of_another_width() -> None:
     assert "value-shape" in _refusal(narrow, latent_inputs(17))
 
 
+def test_latents_with_fewer_heads_than_queries_are_no_latents_of_each_head() -> None:
+    def halved(q: Tensor, *rest: Tensor) -> Tensor:
+        cache, ropes, new, new_rope, index, kv_b, past = rest
+        cache, ropes = cache.index_copy(2, index, new), ropes.index_copy(2, index, new_rope)
+        both = torch.nn.functional.linear(cache, kv_b[: K * 256]).view(B, -1, K, 256).transpose(1, 2)
+        key = torch.cat((both[..., :128], ropes.expand(-1, K, -1, -1)), -1)
+        return attention(torch.cat((q[..., :128], q[..., 128:] * 0.5), -1), key, both[..., 128:],
+                         seen(past, q.shape[2], cache.shape[2]), gqa=True)
+
+    assert "value-shape" in _refusal(halved, latent_inputs(1), [KV_B])
+
+
 def test_refuses_without_torchairs_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_infer_attention, "torchair_op", lambda name: None)
     assert "this torchair has no fused attention" in _refusal(static, operands(1))

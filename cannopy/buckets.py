@@ -140,7 +140,8 @@ class _Packed:
 
     def __init__(self, model: ServingModel, cache: PagedCache, prompts: int, smallest: int) -> None:
         if smallest < prompts:
-            raise CannopyError(f"a bucket of {smallest} tokens is too small for {prompts} prompts")
+            raise CannopyError(f"a bucket of {smallest} tokens is too small for {prompts} prompts",
+                               f"sizes of at least {prompts}, or fewer prompts")
         self.cache, self.prompts = cache, prompts
         self.device = next(model.parameters()).device
 
@@ -154,9 +155,11 @@ class _Packed:
     def tokens(self, args: tuple[Any, ...]) -> int:
         """Packed tokens of a call, its own padding included."""
         if len(args) != 4:
-            raise CannopyError(f"expected tokens, ends, slots and cache, found {len(args)} arguments")
+            raise CannopyError(f"expected tokens, ends, slots and cache, found {len(args)} arguments",
+                               "call the buckets as ServingModel.prefill")
         if args[1].shape[0] > self.prompts:
-            raise CannopyError(f"{args[1].shape[0]} prompts: the buckets are compiled for {self.prompts}")
+            raise CannopyError(f"{args[1].shape[0]} prompts: the buckets are compiled for {self.prompts}",
+                               f"Buckets(…, prompts={args[1].shape[0]}), or fewer prompts per call")
         return int(args[0].shape[0])
 
     def run(self, compiled: Compiled, size: int, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
@@ -187,7 +190,8 @@ class _Static:
         _check_layers(cache)
         room = min(layer.max_cache_len for layer in cache.layers)
         if largest > room:
-            raise CannopyError(f"a bucket of {largest} tokens does not fit the cache of {room}")
+            raise CannopyError(f"a bucket of {largest} tokens does not fit the cache of {room}",
+                               f"sizes up to {room}, or a longer cache")
 
     def example(self, size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A prompt of ``size`` tokens."""
@@ -196,7 +200,8 @@ class _Static:
     def tokens(self, args: tuple[Any, ...]) -> int:
         """Tokens per row of a call."""
         if len(args) != 2 or args[0].dim() != 2 or args[0].shape[0] != self.prompts:
-            raise CannopyError(f"expected ids [{self.prompts}, tokens] and a cache, as the buckets are compiled for")
+            raise CannopyError(f"expected ids [{self.prompts}, tokens] and a cache, as the buckets are compiled for",
+                               f"pass {self.prompts} rows, or make buckets with another number of prompts")
         return int(args[0].shape[1])
 
     def run(self, compiled: Compiled, size: int, args: tuple[Any, ...]) -> Any:
@@ -251,6 +256,7 @@ def _shortened(out: Any, size: int, count: int) -> Any:
         if isinstance(value, Tensor | tuple):
             raise CannopyError(f"the result has {name}, whose padding cannot be cut off", "ask for logits only")
     if out.logits.shape[1] != size:
-        raise CannopyError(f"expected logits of {size} tokens, found {out.logits.shape[1]}")
+        raise CannopyError(f"expected logits of {size} tokens, found {out.logits.shape[1]}",
+                           "leave logits_to_keep at 0, so that every token has logits")
     out.logits = out.logits[:, :count]
     return out

@@ -10,11 +10,11 @@ from typing import Any
 from cannopy.stream_scheduler import timeline
 from cannopy.stream_scheduler.simulator import Machine
 
-CHECKED = ("Times are predicted by the cost model (docs/accuracy.md); nothing here was measured on a device.",)
+PREDICTED = ("Times are predicted by the cost model (docs/accuracy.md); nothing here was measured on a device.",)
 
 
 def write_page(picture: Mapping[str, Any], file: Path, title: str, about: Sequence[tuple[str, str]],
-               notes: Sequence[str] = CHECKED) -> Path:
+               notes: Sequence[str] = PREDICTED) -> Path:
     """Write the page of ``picture`` (`timeline.payload`) to ``file``; returns its path."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(timeline.render(picture, title=title, about=about, notes=notes), encoding="utf-8")

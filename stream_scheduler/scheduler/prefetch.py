@@ -18,7 +18,9 @@ UNKNOWN_WEIGHTS = frozenset({"grouped_matmul_bf16", "grouped_matmul_int8", "grou
 """Kernels that read a part of their weights that depends on data."""
 MIB = 1 << 20
 LEAST_BYTES = MIB
+"""Of a larger weight no smaller part is fetched."""
 LEAST_GAIN_US = 0.5
+"""Microseconds that one prefetch has to win; set by us, no published figure."""
 BUSY = 0.5
 """A kernel that takes this share of the prefetch engine's rate leaves it no window."""
 MOST_WINDOWS = 3

@@ -13,6 +13,7 @@ from cannopy.stream_scheduler.scheduler.refine import narrow, refined
 from cannopy.stream_scheduler.scheduler.windows import legal, limited
 
 MOST_BRANCHES = 6
+"""Branches that are tried as a whole on a side stream, the longest ones; set by us."""
 REFINED = 4
 SLACKS = (1.02, 1.3)
 """How much slower narrow limits may make each kernel, where limits start from them."""

@@ -22,6 +22,10 @@ Switch = Literal["auto", "force", "forbid"]
 SWITCHES: tuple[Switch, ...] = ("auto", "force", "forbid")
 FEATURES = ("streams", "core_limits", "prefetch", "super_kernel")
 
+MAX_STREAMS = 4
+"""Streams of one graph. Measured splits use two, expert-written models at most three; one more for prefetch-like
+work is as far as any published plan goes."""
+
 
 class PlanError(ValueError):
     """A plan that does not fit its graph or its own rules; says what was found and what would fit."""

@@ -9,8 +9,7 @@ from typing import Literal
 
 from cannopy.stream_scheduler.plan import FEATURES, SWITCHES, Pins, PlanError
 from cannopy.stream_scheduler.plan.apply import known
-
-MOST_STREAMS = 4
+from cannopy.stream_scheduler.plan.model import MAX_STREAMS
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,8 @@ class ScheduleOptions:
     pins: Pins = field(default_factory=Pins)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.streams <= MOST_STREAMS:
-            raise PlanError(f"streams: expected 1 to {MOST_STREAMS}, found {self.streams}")
+        if not 1 <= self.streams <= MAX_STREAMS:
+            raise PlanError(f"streams: expected 1 to {MAX_STREAMS}, found {self.streams}")
         if not 0 <= self.threshold < 1:
             raise PlanError(f"threshold: expected a share of the time from 0 to below 1, found {self.threshold!r}")
         for feature, switch in self.pins.features.items():

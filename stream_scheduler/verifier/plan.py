@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from cannopy.stream_scheduler.hardware import Hardware
-from cannopy.stream_scheduler.plan.model import Plan
+from cannopy.stream_scheduler.plan.model import MAX_STREAMS, Plan
 from cannopy.stream_scheduler.simulator import Schedule
 from cannopy.stream_scheduler.verifier.concurrency import collectives, core_limits, gangs, hazards, joined
 from cannopy.stream_scheduler.verifier.facts import GraphFacts
@@ -15,16 +15,12 @@ from cannopy.stream_scheduler.verifier.order import Order
 from cannopy.stream_scheduler.verifier.regions import super_kernels
 from cannopy.stream_scheduler.verifier.violation import Subject, Violation
 
-MAX_STREAMS = 4
-"""Streams of one graph. Measured splits use two, expert-written models at most three; one more for prefetch-like
-work is as far as any published plan goes."""
-
 Eligible = Callable[[str], str]
 """kernel → "" when it can be inside a SuperKernel, else why not."""
 
 
 def verify_plan(plan: Plan, schedule: Schedule, hardware: Hardware, facts: GraphFacts,
-                eligible: Eligible | None = None, max_streams: int = MAX_STREAMS) -> list[Violation]:
+                eligible: Eligible | None = None) -> list[Violation]:
     """Everything that is wrong with ``plan``; empty when it cannot race, hang or be refused.
 
     Args:
@@ -33,7 +29,6 @@ def verify_plan(plan: Plan, schedule: Schedule, hardware: Hardware, facts: Graph
         hardware: the die; ``plan.target`` names it.
         facts: of the graph, `facts_of`.
         eligible: whether a kernel can be inside a SuperKernel; None takes every kernel.
-        max_streams: how many streams a graph may use.
     """
     tasks = {task.name: task for task in schedule.tasks}
     found = _names(plan, tasks) or _order(plan, {name: task.deps for name, task in tasks.items()})
@@ -41,9 +36,9 @@ def verify_plan(plan: Plan, schedule: Schedule, hardware: Hardware, facts: Graph
         return found  # nothing else can be said of kernels that are not there, or of an order that cannot be
     deps = {name: task.deps for name, task in tasks.items()}
     subject = Subject(plan, tasks, hardware, facts, Order(plan.placements, deps, plan.waits), plan.by_node)
-    if len(plan.streams) > max_streams:
+    if len(plan.streams) > MAX_STREAMS:
         found.append(Violation("streams", (), f"{len(plan.streams)} streams ({', '.join(plan.streams)}); a graph has "
-                                              f"at most {max_streams}"))
+                                              f"at most {MAX_STREAMS}"))
     for check in (core_limits, gangs, collectives, hazards, joined, prefetches):
         found += check(subject)
     return found + super_kernels(subject, eligible)

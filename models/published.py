@@ -61,7 +61,9 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Angles as `parts.Rotary` takes them, from both spellings: ``rope_parameters``, or ``rope_theta`` and scaling."""
     given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = given.get("rope_type", given.get("type", "default"))
-    rope: dict[str, Any] = {"theta": given.get("rope_theta", config.get("rope_theta", 10000.0))}
+    rope: dict[str, Any] = {"theta": given.get("rope_theta", config.get("rope_theta"))}
+    if rope["theta"] is None:  # families differ in what it is then
+        raise PublishedConfigError("rope_theta: expected the base of the angles, found none")
     _require({"partial_rotary_factor": given.get("partial_rotary_factor", 1.0)}, {"partial_rotary_factor": 1.0})
     if kind == "default":
         return rope
@@ -96,6 +98,8 @@ def _deepseek(config: Mapping[str, Any]) -> Published:
     })
     _latent(config)
     index = config.get("index_topk") if config["model_type"] == "deepseek_v32" else None
+    if config["model_type"] == "deepseek_v32" and not index:
+        raise PublishedConfigError("index_topk: expected how many keys the indexer chooses, found none")
     sizes = _known(config, DeepseekConfig, rope=_rope(config), index_topk=index)
     return Published(lambda: Deepseek(sizes), lambda name: deepseek_target(name, sizes.num_hidden_layers))
 

@@ -79,9 +79,9 @@ def test_published_spellings_of_longcat_and_yarn() -> None:
                                   "beta_slow": 1, "mscale_all_dim": 1.0}
 
 
-DEEPSEEK_V3 = {"model_type": "deepseek_v3", **DEEPSEEK}
+DEEPSEEK_V3 = {"model_type": "deepseek_v3", **DEEPSEEK, "rope_theta": 1e4}
 QWEN3 = {"model_type": "qwen3_moe", "vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 1,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4}
+         "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "rope_theta": 1e6}
 REFUSED = [
     (DEEPSEEK_V3, {"q_lora_rank": None}, "q_lora_rank: expected the rank of the queries, found none"),
     (DEEPSEEK_V3, {"attention_bias": True}, "attention_bias: expected False, found True"),
@@ -96,6 +96,8 @@ REFUSED = [
     (QWEN3, {"mlp_only_layers": [0]}, r"mlp_only_layers: expected \[\] or None, found \[0\]"),
     (QWEN3, {"layer_types": ["sliding_attention"]}, "found sliding windows"),
     (QWEN3, {"hidden_act": "gelu"}, "hidden_act: expected 'silu', found 'gelu'"),
+    (DEEPSEEK_V3, {"model_type": "deepseek_v32"}, "index_topk: expected how many keys the indexer chooses, found none"),
+    (QWEN3, {"rope_theta": None}, "rope_theta: expected the base of the angles, found none"),
     (QWEN3, {"vocab_size": None}, "the configuration is not complete: .*vocab_size"),
 ]
 

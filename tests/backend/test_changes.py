@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from cannopy.backend.host import target as host_target
 from cannopy.backend.options import BuildOptions
 from tests.backend.changing import SOURCE, identity, load
 from tests.backend.processes import ROOT
@@ -97,9 +98,9 @@ OBJECTS: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], Any], str]] = {
     ),
     "stride": (
         lambda m, mp: setattr(m.layers[0].proj, "weight", nn.Parameter(torch.zeros(8, 8).t())),
-        r"\(8, 1\) cpu -> .*\(1, 8\) cpu",
+        r"\(8, 1\) device -> .*\(1, 8\) device",
     ),
-    "device": (lambda m, mp: m.to("meta"), r"cpu -> .* meta"),
+    "device": (lambda m, mp: m.to("meta"), r"target \(weights: there -> not there\)"),
     "buffer, not parameter": (
         lambda m, mp: (delattr(m, "table"), setattr(m, "table", nn.Parameter(torch.zeros(4)))),
         r"parameters \(table: buffer .* -> parameter ",
@@ -124,7 +125,8 @@ OBJECTS: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], Any], str]] = {
         r"versions \(torchair: absent -> 7\.1\)",
     ),
     "CANN": (
-        lambda m, mp: mp.setattr("torch_npu.npu.utils.get_cann_version", lambda: "9.9.RC1"),
+        lambda m, mp: mp.setattr(host_target, "TARGETS", {n: replace(t, cann="9.9.RC1")
+                                                          for n, t in host_target.TARGETS.items()}),
         r"versions \(cann: \S* -> 9\.9\.RC1\)",
     ),
     "SoC": (
@@ -132,7 +134,7 @@ OBJECTS: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], Any], str]] = {
             mp.setattr(torch.npu, "is_available", lambda: True),
             mp.setattr(torch.npu, "get_device_name", lambda: "Ascend910_9999"),
         ),
-        r"target \(device: host -> Ascend910_9999",
+        r"target \(device: \S+ -> Ascend910_9999",
     ),
     "world": (
         lambda m, mp: (
@@ -175,7 +177,7 @@ X = torch.zeros(2, 8)
 CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "shape of an input": ({"args": (torch.zeros(3, 8),)}, r"inputs \(args\[0\]: float32\[2, 8\]"),
     "dtype of an input": ({"args": (X.half(),)}, r"inputs \(args\[0\]: .* -> float16"),
-    "stride of an input": ({"args": (torch.zeros(8, 2).t(),)}, r"inputs \(args\[0\]: .*\(8, 1\) cpu -> .*\(1, 2\)"),
+    "stride of an input": ({"args": (torch.zeros(8, 2).t(),)}, r"inputs \(args\[0\]: .*\(8, 1\) device -> .*\(1, 2\)"),
     "keyword form": ({"args": (), "kwargs": {"x": X}}, r"method \(form"),
     "none given": ({"args": (X, None)}, r"method \(form"),
     "a tensor, not none": ({"args": (X, X + 1)}, r"method \(form"),
@@ -189,7 +191,7 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
         r"options \(code of rule silu: absent -> 12ab",
     ),
     "plan": ({"options": eager(text="plan file=77")}, r"options \(plan file: absent -> 77\)"),
-    "target": ({"options": replace(eager(), target="atlas-a2")}, r"target \(target: atlas-a3 -> atlas-a2\)"),
+    "target": ({"options": replace(eager(), target="atlas-a2")}, r"target \(device: Ascend910_9391 -> Ascend910B1\)"),
     "engine": ({"options": BuildOptions(use_cache=False)}, r"options \(engine: eager -> torchair\)"),
     "torchair's option": (
         {"options": eager(compiler={**eager().compiler, "mode": "x"})},

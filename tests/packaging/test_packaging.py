@@ -19,7 +19,7 @@ from tests.packaging.environments import (
     new_environment,
 )
 
-DATA = (".typed", ".yaml", ".csv", ".html", ".css", ".c", ".py")
+DATA = (".typed", ".yaml", ".csv", ".html", ".css", ".js", ".c", ".py")
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,7 @@ def _mla(name: str, dtype: str) -> Kernel:
         vector_ops=8 * _B * _Q * _H * _S,
         counts={"sequences": _B, "qk_macs": _B * _Q * _H * _S * (_R + _P), "scores": _B * _Q * _H * _S},
         cube=True,
+        contract="npu_fused_infer_attention_score_v2",
     )
 
 
@@ -60,6 +61,7 @@ GQA = Kernel(
     vector_ops=8 * _GB * _GQ * _GH * _GS,
     counts={"sequences": _GB},
     cube=True,
+    contract="npu_fused_infer_attention_score_v2",
 )
 
 _PRE, (_PB, _PT, _PH, _PK, _PD, _PV) = sizes(

@@ -48,5 +48,6 @@ KERNELS = (
         write={Role.CACHE: _T * (_RANK + _ROPE) * _C},
         vector_ops=_T * (4 * _RANK + 4 * _ROPE),
         counts={"rows": _T},
+        contract="npu_kv_rmsnorm_rope_cache_v2_functional",
     ),
 )

@@ -122,26 +122,26 @@ def causal(node: object, queries: int, keys: int) -> Causal | str:
     A mask with a broadcast query or key dim is refused: it is one row for all queries.
     """
     if isinstance(node, fx.Node) and shape(node)[-2:] != (queries, keys):
-        return f"mask {node} has shape {list(shape(node))}, not one entry for each of {queries} queries and {keys} keys"
+        return f"the mask has shape {list(shape(node))}, not one entry for each of {queries} queries and {keys} keys"
     found = mask(node)
     if found is None:
-        return (f"mask {node} is not provably causal by cache position (a padding or custom mask stays a tensor; "
+        return ("the mask is not provably causal by cache position (a padding or custom mask stays a tensor; "
                 "leave attention_mask out where nothing is padded)")
     if len(found.terms) != 1:
         count = len(found.terms)
-        return f"mask {node} has {count} conditions; a causal mask has one (a sliding window or a block mask has more)"
+        return f"the mask has {count} conditions; a causal mask has one (a sliding window or a block mask has more)"
     term = found.terms[0]
     size = shape(cast(fx.Node, node))
     steps = tuple(c for c, n in zip(term.coefs[:-2], size[:-2], strict=True) if n != 1)
     query_step = term.coefs[-2] if size[-2] != 1 else 1
     if any(steps) or (query_step, term.coefs[-1]) != (1, -1):
-        return f"mask {node} is not of the form key <= query + past (coefficients {term.coefs})"
+        return f"the mask is not of the form key <= query + past (coefficients {term.coefs})"
     if len(term.symbols) + len(term.rows) > 1 or any(count != 1 for _, count in (*term.symbols, *term.rows)):
-        return f"mask {node} depends on {len(term.symbols) + len(term.rows)} lengths"
+        return f"the mask depends on {len(term.symbols) + len(term.rows)} lengths"
     if term.rows:
         (row, axis), _ = term.rows[0]
         if axis != -len(size) or len(size) < 3:
-            return f"mask {node} has a length for each entry of dim {len(size) + axis}, not for each request"
+            return f"the mask has a length for each entry of dim {len(size) + axis}, not for each request"
         return Causal(row, term.const, by_request=True)
     return Causal(term.symbols[0][0] if term.symbols else None, term.const)
 

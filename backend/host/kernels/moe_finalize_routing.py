@@ -24,8 +24,9 @@ def npu_moe_finalize_routing(
 
     rows [T·K,H], or [E,C,H] in the drop modes 1 and 3; expanded_src_to_dst_row int32 [T·K] is column-major in modes
     0 and 1 (``idx(i,k) = src[k·T + i]``) and row-major in modes 2 and 3 (``src[i·K + k]``); in the drop modes -1 stands
-    for a row of zeros. scales [T,K] (None: ones, and K is `k`), export_for_source_row [T,K] has the expert ids that bias [E,H] is
-    picked by. fp32 inside, one rounding to the dtype of the rows. Source: op-plugin doc of npu_moe_finalize_routing.
+    for a row of zeros. scales [T,K] (None: ones, and K is `k`), export_for_source_row [T,K] has the expert ids that
+    bias [E,H] is picked by. fp32 inside, one rounding to the dtype of the rows. Source: op-plugin doc of
+    npu_moe_finalize_routing.
     """
     op = "npu_moe_finalize_routing"
     rows = expanded_permuted_rows.reshape(-1, expanded_permuted_rows.shape[-1])

@@ -11,6 +11,7 @@ import torch_npu
 
 from ....fusion_rules.contracts import demand
 from ....fusion_rules.engine.torchair_ops import torchair_op
+from ....stream_scheduler.emission import marks
 from .. import target
 from ..standin.cann import find_cann
 from .add_rms_norm import npu_add_rms_norm
@@ -84,6 +85,8 @@ def register() -> None:
         for kernel in TORCHAIR:
             if torchair_op(kernel.__name__) is not None:
                 graph.impl(kernel.__name__, _guarded(kernel), allow_override=True)
+        marks.wait()  # torchair defines the op when it is first asked for
+        graph.impl("wait_tensor", lambda value, dependency: value, allow_override=True)  # a host runs in order
         _Registration.libraries = (library, graph)
 
 

@@ -12,7 +12,8 @@ from cannopy.stream_scheduler.plan.model import Cores
 from cannopy.stream_scheduler.simulator.schedule import MAIN
 from cannopy.stream_scheduler.verifier.violation import Subject, Violation
 
-COLLECTIVES = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all"})
+COLLECTIVES = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "moe_dispatch", "moe_combine"})
+"""Kernels in which the dies of a group wait for each other."""
 
 
 @functools.cache

@@ -43,15 +43,17 @@ def test_wrong_plans_are_rejected_with_the_reason(name: str) -> None:
         assert all(node in said.reason for node in said.nodes), said
 
 
-def side_by_side(limits: tuple[tuple[int, int] | None, ...], kernels: tuple[str, ...]) -> list[str]:
-    """Checks that fail when kernels of these kinds with these limits run at once, each in a stream of its own."""
+def side_by_side(limits: tuple[tuple[int, int] | None, ...], kernels: tuple[str, ...], groups: str = "") -> list[str]:
+    """Checks that fail when kernels of these kinds with these limits run at once, each in a stream of its own.
+    ``groups``: a letter for the group of each collective."""
     names = [f"k{i}" for i in range(len(limits))]
     tasks = (*(Task(n, Fixed(1.0, kernel=kernel)) for n, kernel in zip(names, kernels, strict=True)),
              Task("join", Fixed(1.0), deps=tuple(names)))
     streams = ["main", *(f"s{i}" for i in range(1, len(names)))]
     placed = [Placement(*one) for one in zip(names, streams, limits, strict=True)]
     plan = Plan("atlas-a3", (*placed, Placement("join")))
-    return [v.check for v in verify_plan(plan, Schedule(tasks), CHIP, GraphFacts(frozenset({"join"})))]
+    facts = GraphFacts(frozenset({"join"}), groups=dict(zip(names, groups, strict=bool(groups))))
+    return [v.check for v in verify_plan(plan, Schedule(tasks), CHIP, facts)]
 
 
 def test_three_streams_exceed_the_chip_though_no_two_do() -> None:
@@ -62,8 +64,10 @@ def test_three_streams_exceed_the_chip_though_no_two_do() -> None:
 def test_kernels_without_limits_wait_for_each_other_unless_both_hold_cores() -> None:
     assert side_by_side((None, None), ("bf16_matmul", "moe_dispatch")) == []
     assert side_by_side((None, (8, 16)), ("bf16_matmul", "moe_dispatch")) == []
-    assert side_by_side((None, None), ("moe_combine", "moe_dispatch")) == ["hang"]
-    assert side_by_side(((16, 32), (8, 16)), ("moe_combine", "moe_dispatch")) == []
+    assert side_by_side((None, None), ("moe_combine", "moe_dispatch"), "ab") == ["hang"]
+    assert side_by_side(((16, 32), (8, 16)), ("moe_combine", "moe_dispatch"), "ab") == []
+    assert side_by_side(((16, 32), (8, 16)), ("moe_combine", "moe_dispatch"), "aa") == ["collective order"]
+    assert side_by_side(((16, 32), (8, 16)), ("moe_combine", "moe_dispatch")) == ["collective order"]
 
 
 def test_stream_fusion_lets_a_region_span_streams() -> None:

@@ -10,7 +10,7 @@ from torch import fx
 
 from cannopy.fx_passes.graph import aten, is_call
 
-RENAMES = (operator.getitem, aten.reshape.default, aten.copy_.default)
+RENAMES = (operator.getitem, aten.reshape.default, aten.view.default, aten.copy_.default)
 """No kernel: an output is picked, memory is renamed, or torchair maps the write onto the op's own output."""
 
 MARKS = frozenset({"air::scope_enter", "air::scope_exit", "air::wait_tensor", "npu::npu_prefetch"})

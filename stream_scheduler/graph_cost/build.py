@@ -20,7 +20,7 @@ from cannopy.stream_scheduler.simulator import Schedule, Task, Weight
 aten = torch.ops.aten
 TABLE = {**vectors.TABLE, **attention.TABLE, **matmuls.TABLE}
 FREE = (
-    *kernels.RENAMES, aten.view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
+    *kernels.RENAMES, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
     aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default,
     torch.ops._c10d_functional.wait_tensor.default,
 )

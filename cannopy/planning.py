@@ -101,7 +101,7 @@ def run(program: Program, stage: Stage, target: str, plan_file: Path | None) -> 
             raise PlanFileError(f"{plan_file}: {error}") from None
         logger.warning("the plan of the scheduler cannot be written and is not used: %s", error)
         before.restore(program)
-        added = 0
+        added = len(program.gm.graph.nodes)  # the nodes are others, as the verifier sees
         plain = _serial(planned.schedule, planned.plan.target, f"it cannot be written: {error}")
         planned = replace(planned, plan=_timed(plain, planned.schedule, planned.machine))
     program.facts[PLANNED] = planned

@@ -23,6 +23,9 @@ MAY_VANISH = frozenset(
 ) | {torch.ops.aten.transpose.int, torch.ops.aten.slice.Tensor, torch.ops.aten.select.int}
 """Operators of which nothing need be left: torchair writes views onto what they view, GE drops casts without effect."""
 
+BESIDE = frozenset({"Transpose", "TransData", "Cast", "BroadcastTo", "Expand"})
+"""Ops that converters put in front of the op of a call: other memory, another dtype, another shape."""
+
 TEXTS = (marks.STREAM, marks.PRIORITY, marks.CUBE, marks.VECTOR, marks.SUPER_KERNEL, marks.SUPER_KERNEL_OPTIONS)
 
 
@@ -45,6 +48,7 @@ class _Check:
         self.by_name = {op.name: op for op in self.ops}
         self.runs = {n: run.attributes for run in scope_runs(program.gm.graph) for n in run.calls}
         self.found = _pair(program.gm.graph, self.ops)
+        self.targets = {n.name: n.target for n in self.runs}
         self.wrong: list[str] = []
         self.gaps = self._gaps()
 
@@ -110,7 +114,7 @@ class _Check:
         waiting = [op for op in self.ops if op.type == "Identity" and proto.edges(op)[1]]
         carried = Counter((op.name, self._behind(edge.source)) for op in waiting for edge in proto.edges(op)[1])
         for wait in self.plan.waits:
-            node, on = self.found.get(wait.node), self.found.get(wait.on)
+            node, on = self.found.get(wait.node), self._kept(wait.on)
             held = {name for name, source in carried if on is None or source == on.name}
             if not held or (node is not None and not held.intersection(self._inputs(node))):
                 self.wrong.append(f"kernel {wait.node} does not wait for {wait.on} in the lowered graph")
@@ -120,7 +124,7 @@ class _Check:
     def _prefetches(self) -> None:
         left = [op for op in self.ops if op.type == "Cmo"]
         for fetch in self.plan.prefetches:
-            before, after = self.found.get(fetch.before), self.found.get(fetch.after)
+            before, after = self.found.get(fetch.before), self._kept(fetch.after)
             match = next((op for op in left if int(op.attr["max_size"].i) == fetch.bytes and proto.edges(op)[1]
                           and (after is None
                                or after.name in {self._behind(e.source) for e in proto.edges(op)[1]})
@@ -132,6 +136,11 @@ class _Check:
                 left.remove(match)
         self.wrong += [f"op {op.name} is a prefetch that the plan does not have" for op in left]
 
+    def _kept(self, name: str) -> Any:
+        """The op of kernel ``name``; None where it was not found, or is a view that torchair may have moved: what waits
+        for it then waits for the op that it has been written onto."""
+        return None if self.targets.get(name) in MAY_VANISH else self.found.get(name)
+
     def _behind(self, name: str) -> str:
         """The op that computes what ``name`` renames."""
         op = self.by_name[name]
@@ -140,13 +149,13 @@ class _Check:
         return str(op.name)
 
     def _inputs(self, op: Any) -> Iterator[str]:
-        """Names of the ops that feed ``op`` and, where one only renames or rearranges memory, of those behind it."""
+        """Names of the ops that feed ``op`` and, where one of `BESIDE` is in between, of those behind it."""
         for edge in proto.edges(op)[0]:
             if edge is None:
                 continue
             source = self.by_name[edge.source]
             yield str(source.name)
-            if source.type in METADATA | {"Transpose", "TransData"}:
+            if source.type in METADATA | BESIDE:
                 yield from self._inputs(source)
 
     def _memory(self, op: Any) -> set[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 
 import pytest
 
@@ -12,6 +11,7 @@ from cannopy.stream_scheduler.hardware import load_hardware
 from cannopy.stream_scheduler.network.setting import Load
 from cannopy.stream_scheduler.plan import Plan, to_schedule
 from cannopy.stream_scheduler.plan.text import from_yaml, to_yaml
+from cannopy.stream_scheduler.scheduler import layer as layer_of_scheduler
 from cannopy.stream_scheduler.scheduler.collectives import groups_by_ranks
 from cannopy.stream_scheduler.simulator import Schedule, simulate
 from cannopy.stream_scheduler.verifier import GraphFacts, Violation, verify_plan
@@ -78,13 +78,15 @@ def test_longcat_shares_the_chip_in_the_second_stage(case: tuple[str, Schedule, 
     assert (main[0] + side[0], main[1] + side[1]) == (24, 48)
 
 
-def test_sixty_one_layers_in_three_seconds_and_the_same_plan_twice() -> None:
+def test_alike_layers_are_solved_once_and_the_plan_is_the_same_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     v32 = EXPERTS["DeepSeek-V3.2-Exp"]
     tasks = graph(dataclasses.replace(v32, load=Load("decode", 2, 65536, 0)))
     assert len({t.layer for t in tasks.tasks if t.layer is not None}) == 61
-    start = time.process_time()
+    solved: list[int] = []
+    streams = layer_of_scheduler.streams
+    monkeypatch.setattr(layer_of_scheduler, "streams", lambda problem: solved.append(1) or streams(problem))
     plan = automatic(tasks)
-    assert time.process_time() - start <= 3.0
+    assert len(solved) <= 8, "61 layers are of a few kinds"
     assert automatic(graph(dataclasses.replace(v32, load=Load("decode", 2, 65536, 0)))) == plan
 
 

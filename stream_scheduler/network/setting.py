@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import math
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 
+from cannopy.fx_passes.parallel import Parallel as Layout
+from cannopy.fx_passes.parallel import ParallelError
 from cannopy.stream_scheduler.network.model import Model
 
 
@@ -55,43 +57,16 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Parallel:
-    """Sizes of the groups of dies. ``ep``: experts are spread over so many dies (1: none is), ``moe_tp``: experts cut
-    in width instead. ``attn_tp`` cuts heads; ``dp`` is the number of attention replicas, 0 for as many as there are.
-    ``o_proj_tp``, ``dense_tp``, ``embed_tp``, ``lm_head_tp``: groups of data-parallel dies that share that matrix."""
-
-    ep: int = 1
-    dp: int = 0
-    attn_tp: int = 1
-    o_proj_tp: int = 1
-    dense_tp: int = 1
-    embed_tp: int = 1
-    lm_head_tp: int = 1
-    moe_tp: int = 1
+class Parallel(Layout):
+    """`fx_passes.parallel.Parallel` with the checks that a described model allows."""
 
     @classmethod
     def parse(cls, text: str) -> Parallel:
         """From ``ep=128,o_proj_tp=4``; `SettingError` names the nearest key."""
-        names = [f.name for f in fields(cls)]
-        values: dict[str, int] = {}
-        for part in filter(None, (p.strip() for p in text.split(","))):
-            name, _, number = part.partition("=")
-            if name not in names:
-                close = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
-                raise SettingError(f"no group is called {name!r}; did you mean {close[0]!r}? "
-                                   f"there are {', '.join(names)}")
-            if name in values:
-                raise SettingError(f"{name} is given twice")
-            if not number.isdecimal() or int(number) < (name != "dp"):
-                raise SettingError(f"{name} is a number of dies, found {number!r}")
-            values[name] = int(number)
-        return cls(**values)
-
-    @property
-    def dies(self) -> int:
-        """Dies of the whole layout."""
-        replicas = max(self.dp, 1) * self.attn_tp
-        return max(replicas, self.ep * self.moe_tp, self.o_proj_tp, self.dense_tp, self.embed_tp, self.lm_head_tp)
+        try:
+            return cls(**asdict(Layout.parse(text)))
+        except ParallelError as e:
+            raise SettingError(str(e)) from None
 
     def check(self, model: Model) -> None:
         """`SettingError` when the groups do not fit each other or the model."""

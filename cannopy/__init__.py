@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from cannopy.errors import CannopyError
+from cannopy.fx_passes.parallel import Parallel
 from cannopy.options import Options
 from cannopy.report import CompileReport
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from cannopy.fusion_rules.extension import rule
 
 __version__ = "0.1.0"
-__all__ = ["Buckets", "CannopyError", "CompileReport", "Compiled", "Options", "compile", "rule"]
+__all__ = ["Buckets", "CannopyError", "CompileReport", "Compiled", "Options", "Parallel", "compile", "rule"]
 
 _NEED_TORCH = {
     "Buckets": "cannopy.buckets",

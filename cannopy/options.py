@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from cannopy import pipeline_text
 from cannopy.errors import OptionError, unknown
+from cannopy.fx_passes.parallel import Layout, Parallel
 from cannopy.pipeline_text import FusionSwitch, Pipeline, word
 
 Phase = Literal["prefill", "decode"]
@@ -32,6 +33,11 @@ class Options:
         use_cache: False neither reads nor writes the cache.
         cache_timeout: seconds to wait for another process or rank that is building the same entry.
         ranks: the ranks of torch.distributed that compile this together; None is all, ``(rank,)`` this one alone.
+        parallel: how the model is spread over dies: a `Parallel`, its text (``ep=4,dp=4``), a dict of its sizes, or
+            the path of a YAML file with them. None is one die. The world of torch.distributed must be as large.
+        rank: the die to compile for; None is the rank of torch.distributed. Where torch.distributed is not
+            initialised, one rank's graph is built without the others, and cannot be called.
+        group_timeout: seconds that a collective waits for the other ranks of its group.
         fusions: rule name → True (the default of every rule), False (leave it out) or ``"require"``
             (an error with the reasons when it applies nowhere). The switches of ``fuse{…}`` in ``pipeline`` are added.
         pipeline: the stages of the compiler as a text, ``normalise,lift,fuse,legalise,…`` (`cannopy.pipeline_text`).
@@ -55,6 +61,9 @@ class Options:
     use_cache: bool = True
     cache_timeout: float = 1800.0
     ranks: tuple[int, ...] | None = None
+    parallel: Parallel | None = None
+    rank: int | None = None
+    group_timeout: float = 1800.0
     fusions: Mapping[str, FusionSwitch] = field(default_factory=dict)
     block_size: int | None = None
     dump_dir: Path | None = None
@@ -77,6 +86,8 @@ class Options:
             raise OptionError(f"block_size: expected a multiple of 16 from 16 to {MAX_BLOCK}, found {size!r}")
         if isinstance(self.cache_timeout, bool) or not self.cache_timeout >= 0:
             raise OptionError(f"cache_timeout: expected seconds from 0, found {self.cache_timeout!r}")
+        if isinstance(self.group_timeout, bool) or not self.group_timeout > 0:
+            raise OptionError(f"group_timeout: expected seconds above 0, found {self.group_timeout!r}")
         if self.ranks is not None:
             object.__setattr__(self, "ranks", tuple(self.ranks))
         for name in ("cache_dir", "dump_dir", "plan"):
@@ -85,6 +96,11 @@ class Options:
                 object.__setattr__(self, name, Path(value))
         rules: Any = self.rules
         object.__setattr__(self, "rules", tuple(map(Path, (rules,) if isinstance(rules, str | Path) else rules)))
+        object.__setattr__(self, "parallel", _parallel(self.parallel))
+        if self.rank is not None and self.parallel is None:
+            raise OptionError(f"rank: {self.rank!r} is given without parallel", "give parallel as well")
+        if self.parallel is not None:
+            Layout(self.parallel, 0 if self.rank is None else self.rank)
         self._share_switches()
 
     def _share_switches(self) -> None:
@@ -120,19 +136,22 @@ class Options:
         """Plain data: ``Options.from_dict(o.to_dict()) == o``, and JSON takes it."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         paths = {k: str(v) for k, v in plain.items() if isinstance(v, Path)}
-        return {**plain, **paths, "fusions": dict(self.fusions), "rules": [str(path) for path in self.rules]}
+        parallel = None if self.parallel is None else str(self.parallel)
+        return {**plain, **paths, "fusions": dict(self.fusions), "rules": [str(path) for path in self.rules],
+                "parallel": parallel}
 
     def text(self) -> str:
         """The options that decide the graph, one ``name=value`` per line in a fixed order; part of the cache key.
 
         Where things are stored, what is dumped and whether the graph is checked do not decide it. Rule files are not
-        in it either: what is in them is (`cannopy.pipeline.Plan.text`).
+        in it either: what is in them is (`cannopy.pipeline.Plan.text`). The rank is part of the key by itself.
         """
         lines = [
             f"phase={self.phase or 'none'}",
             f"target={self.target}",
             f"block_size={self.block_size or 'auto'}",
             *([] if self.regions else ["regions=off"]),
+            *([] if self.parallel is None else [f"parallel={self.parallel}"]),
             *self.full_pipeline.lines(),
         ]
         return "\n".join(lines)
@@ -144,3 +163,21 @@ class Options:
         for name in self.fusions:  # those that are on are not in the text
             if name not in known:
                 raise OptionError(unknown("fusion", name, known))
+
+
+def _parallel(value: Any) -> Parallel | None:
+    """What ``parallel`` may be, as sizes; `ParallelError` and `OptionError`."""
+    if value is None or isinstance(value, Parallel):
+        return value
+    if isinstance(value, str) and not value.endswith((".yaml", ".yml")):
+        return Parallel.parse(value)
+    if isinstance(value, str | Path):
+        import yaml
+
+        try:
+            value = yaml.safe_load(Path(value).read_text())
+        except (OSError, yaml.YAMLError) as e:
+            raise OptionError(f"parallel: cannot read the sizes of the groups from {value}: {e}") from e
+    if not isinstance(value, Mapping):
+        raise OptionError(f"parallel: expected sizes such as ep=4,dp=4, found {value!r}")
+    return Parallel.from_dict(value)

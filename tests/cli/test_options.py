@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cannopy import CannopyError, CompileReport, Options
+from cannopy.fx_passes.parallel import Parallel, ParallelError
 
 VARIANTS = {
     "phase": "decode",
@@ -17,13 +18,16 @@ VARIANTS = {
     "fusions": {"rms_norm": False},
     "pipeline": "normalise,lift,fuse,legalise",
     "regions": False,
+    "parallel": "ep=4,dp=4",
 }
 NOT_IN_TEXT = {"cache_dir": Path("/x"), "use_cache": False, "dump_dir": Path("/x"), "verify": False,
-               "rules": (Path("/x"),), "plan": Path("/x"), "cache_timeout": 5.0, "ranks": (0, 1)}
+               "rules": (Path("/x"),), "plan": Path("/x"), "cache_timeout": 5.0, "ranks": (0, 1),
+               "group_timeout": 5.0}
+WITH_PARALLEL = {"rank": 3}
 
 
 def test_every_option_is_covered_here():
-    assert {f.name for f in dataclasses.fields(Options)} == {*VARIANTS, *NOT_IN_TEXT}
+    assert {f.name for f in dataclasses.fields(Options)} == {*VARIANTS, *NOT_IN_TEXT, *WITH_PARALLEL}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -59,11 +63,38 @@ def test_round_trip():
         ({"block_size": 0}, "found 0"),
         ({"block_size": True}, "found True"),
         ({"cache_timeout": -1}, "cache_timeout: expected seconds from 0, found -1"),
+        ({"group_timeout": 0}, "group_timeout: expected seconds above 0, found 0"),
+        ({"rank": 1}, "rank: 1 is given without parallel"),
+        ({"parallel": 4}, "expected sizes such as ep=4,dp=4, found 4"),
+        ({"parallel": "absent.yaml"}, "cannot read the sizes of the groups from absent.yaml"),
     ],
 )
 def test_refusals(values, words):
     with pytest.raises(CannopyError, match=words):
         Options.from_dict(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"parallel": "eq=4"}, "did you mean 'ep'"),
+        ({"parallel": {"o_proj": 4}}, "did you mean 'o_proj_tp'"),
+        ({"parallel": "ep=4,dp=6"}, "6 dies cannot be divided into groups of ep=4"),
+        ({"parallel": "ep=4", "rank": 4}, "ranks 0 to 3, found rank 4"),
+    ],
+)
+def test_layouts_that_cannot_be(values, words):
+    with pytest.raises(ParallelError, match=words):
+        Options(**values)
+
+
+def test_a_layout_may_be_sizes_a_text_or_a_file(tmp_path):
+    (tmp_path / "sizes.yaml").write_text("ep: 4\ndense_tp: 2\n")
+    wanted = Parallel(ep=4, dense_tp=2)
+    given = [wanted, "ep=4,dense_tp=2", {"ep": 4, "dense_tp": 2}, tmp_path / "sizes.yaml", str(tmp_path / "sizes.yaml")]
+    assert [Options(parallel=one).parallel for one in given] == [wanted] * 5
+    options = Options(parallel=wanted, rank=2)
+    assert Options.from_dict(json.loads(json.dumps(options.to_dict()))) == options
 
 
 def test_frozen():

@@ -23,9 +23,11 @@ from cannopy.fusion_rules.engine.record import by_layer
 from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
 from cannopy.fusion_rules.engine.stamped import expand
 from cannopy.fusion_rules.extension import LIFT, UserRule
+from cannopy.fusion_rules.parallel import stage as parallel
 from cannopy.fx_passes import counters, legalise, merge_slices, normalise, regions, stamp, weight_layout
 from cannopy.fx_passes.graph import Editor
 from cannopy.fx_passes.manager import Pass, PassError, PassManager, PassRecord
+from cannopy.fx_passes.parallel import ParallelError
 from cannopy.fx_passes.program import Program
 from cannopy.options import Options
 from cannopy.pipeline_text import FUSE, STAGES, Stage
@@ -151,7 +153,7 @@ def run(program: Program, options: Options, made: Plan | None = None) -> Compila
     try:
         done.records = manager.run(program)
     except PassError as e:
-        if isinstance(e.__cause__, planning.PlanFileError):
+        if isinstance(e.__cause__, planning.PlanFileError | ParallelError):
             raise e.__cause__ from None
         if e.pass_name in made.user:
             e.args = (f"{e.args[0]}\n  the rule {e.pass_name} is at {made.user[e.pass_name].origin}",)
@@ -187,6 +189,9 @@ class _Builder:
         elif stage.name == FUSE:
             for name in self.made.order[self.made.order.index(LIFT) + 1 :]:
                 self._group(name, kind.requires)
+        elif stage.name == "parallel":
+            step = functools.partial(parallel.run, target=self.made.options.target)
+            self._pass(stage.name, step, kind.requires, kind.ensures)
         elif stage.name == planning.STAGE:
             options = self.made.options
             step = functools.partial(planning.run, stage=stage, target=options.target, plan_file=options.plan)

@@ -81,6 +81,7 @@ STAGES: Mapping[str, StageKind] = {
     "normalise": StageKind(ensures=frozenset({NORMAL}), options={"rounds": _rounds}, repeats=True),
     "lift": StageKind(requires=frozenset({NORMAL}), ensures=frozenset({LIFTED})),
     FUSE: StageKind(requires=frozenset({NORMAL, LIFTED})),
+    "parallel": StageKind(requires=frozenset({LIFTED})),
     "legalise": StageKind(requires=frozenset({LIFTED}), ensures=frozenset({LEGAL})),
     "weight-layout": StageKind(requires=frozenset({LEGAL})),
     "counters": StageKind(requires=frozenset({LEGAL})),

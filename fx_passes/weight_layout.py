@@ -27,7 +27,7 @@ def run(program: Program) -> int:
         if why_not_weight(program, node.args[1]) is None:
             changes += _linear(program, editor, node)
     editor.sweep()
-    _drop_unread(program, editor)
+    drop_unread(program, editor)
     return changes
 
 
@@ -73,7 +73,7 @@ def _transposed(program: Program, editor: Editor, weight: fx.Node) -> fx.Node:
     return derived(program, editor, f"{weight.name}_t", sources, f"({entry.recipe}).t()", nz=nz)
 
 
-def _drop_unread(program: Program, editor: Editor) -> None:
+def drop_unread(program: Program, editor: Editor) -> None:
     """Forget derived weights that no node and no other recipe reads any more."""
     sources = {s for e in program.weights for s in e.sources}
     for node in [n for n in editor.graph.nodes if n.op == "placeholder" and not n.users]:

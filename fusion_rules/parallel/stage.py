@@ -1,0 +1,57 @@
+"""The stage ``parallel``: a fused graph for one die  →  the graph of one rank of a layout.
+
+Each step makes one kind of cut wherever it belongs and gives the number of places. A cut that was asked for and has no
+place, or cannot be made, is a `ParallelError`: nothing is left whole in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from cannopy.fx_passes.graph import Editor
+from cannopy.fx_passes.parallel import LAYOUT, Layout, ParallelError
+from cannopy.fx_passes.program import Program
+from cannopy.fx_passes.weight_layout import drop_unread
+
+CUTS = "cuts"
+"""Key of `Program.facts`: places that each kind of cut was made at, before layers are stamped out."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step works on. ``target`` is the product (``atlas-a3``), for the limits in contracts."""
+
+    program: Program
+    editor: Editor
+    layout: Layout
+    target: str
+
+
+Step = Callable[[Work], int]
+"""Makes one kind of cut; the number of places."""
+
+
+def steps() -> Mapping[str, Step]:
+    """Each kind of cut by the group that it belongs to, in the order in which they are made."""
+    return MappingProxyType({})
+
+
+def run(program: Program, target: str) -> int:
+    """Cut ``program`` for the rank of its layout in place; the number of places, 0 where there is no layout.
+
+    Raises:
+        ParallelError: a cut that the layout asks for cannot be made; names the node and its source line.
+    """
+    layout: Layout | None = program.facts.get(LAYOUT)
+    if layout is None or layout.parallel.dies == 1:
+        return 0
+    work = Work(program, Editor(program.gm), layout, target)
+    cuts = {kind: step(work) for kind, step in steps().items() if layout.size(kind) > 1}
+    for kind in (kind for kind, places in cuts.items() if not places):
+        raise ParallelError(f"{kind}={layout.size(kind)} finds nothing to cut in this graph; leave {kind} out")
+    work.editor.sweep()
+    drop_unread(program, work.editor)
+    program.facts[CUTS] = cuts
+    return sum(cuts.values())

@@ -22,8 +22,9 @@ import torch
 
 logger = logging.getLogger("cannopy.backend")
 
-LOOKED, ENDED = "looked", "ended"
-"""The two stages."""
+LOOKED, ENDED, JOINED = "looked", "ended", "joined"
+"""The two stages of a compilation, and the one of `process_groups.ensure`."""
+_VERBS = {LOOKED: "look up", ENDED: "finish", JOINED: "create"}
 _LONGEST_POLL = 0.5
 _FIRST_NEWS, _NEWS = 5.0, 30.0
 _LAST_WORD = 10.0
@@ -107,13 +108,13 @@ class Peers:
             if waited >= self.timeout:
                 raise RankError(
                     f"rank {self.rank} waited {waited:.0f} s for {self._missing(keys)} to "
-                    f"{'look up' if stage == LOOKED else 'finish'} {self.what}: their processes have ended, hang, or "
+                    f"{_VERBS.get(stage, stage)} {self.what}: their processes have ended, hang, or "
                     "do not compile it; name in Options.ranks the ranks that do, or raise Options.cache_timeout"
                 )
             if waited >= news:
                 news = waited + _NEWS
                 logger.warning("compile cache: rank %d waits for %s to %s %s (%.0f s of at most %g s)", self.rank,
-                               self._missing(keys), "look up" if stage == LOOKED else "finish", self.what, waited,
+                               self._missing(keys), _VERBS.get(stage, stage), self.what, waited,
                                self.timeout)
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_POLL)

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from cannopy.backend.cache.agree import RankError
 from cannopy.backend.ge_graph import proto
 from cannopy.backend.ge_graph.op_types import GRAPH_INPUTS, REF_OUTPUTS
 from cannopy.backend.host.engine.constants import constant
+from cannopy.backend.host.ge_ops import collectives
 from cannopy.backend.host.ge_ops.op import Kernel, Op, OpError
 from cannopy.backend.host.ge_ops.table import OPS
 
@@ -23,6 +25,9 @@ Tensor = torch.Tensor
 CONSTANTS = frozenset({"Const", "Constant"})
 ORDER_ONLY = frozenset({"NoOp", "Cmo"})
 """Ops without a value on the host: Cmo is an L2 prefetch."""
+
+_AT_RUN_TIME = frozenset({*REF_OUTPUTS, *collectives.OPS})
+"""Ops that have to run in every call, also when all that they read is constant."""
 
 LAZY_VIEWS = frozenset({"Reshape", "Transpose"})
 """torchair does views late: it writes a view's shape over the note on the viewed op, then adds one of these ops
@@ -164,7 +169,7 @@ class _Builder:
             raise view.error("the host engine does not know this type; add it to backend/host/ge_ops/table.py")
         kernel = OPS[op.type](view)
         outs = tuple(self._new_slot(op.name, i) for i in range(max(1, len(op.output_desc))))
-        foldable = all(s < 0 or s in self.known for s in slots) and op.type not in REF_OUTPUTS
+        foldable = all(s < 0 or s in self.known for s in slots) and op.type not in _AT_RUN_TIME
         if foldable:
             for slot, value in zip(
                 outs, run_kernel(view, kernel, slots, [*self.plan.initial, None], expect), strict=False
@@ -218,7 +223,7 @@ def run_kernel(
     args = [values[s] for s in slots]
     try:
         result = kernel(*args)
-    except OpError:
+    except (OpError, RankError):
         raise
     except Exception as e:  # whatever the kernel raises gets the op's name
         raise op.error(f"{type(e).__name__}: {e} (inputs: {describe(op, args)})") from e

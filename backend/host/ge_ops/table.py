@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cannopy.backend.host.ge_ops import (
     binary,
+    collectives,
     fused_attention,
     fused_moe,
     fused_norm,
@@ -31,6 +32,7 @@ _FAMILIES = (
     fused_simple,
     fused_moe,
     fused_attention,
+    collectives,
 )
 
 

@@ -21,6 +21,8 @@ from .interleave_rope import npu_interleave_rope
 from .kv_rmsnorm_rope_cache import npu_kv_rmsnorm_rope_cache_v2_functional
 from .lightning_indexer import npu_lightning_indexer
 from .mla_prolog_v3 import npu_mla_prolog_v3, npu_mla_prolog_v3_functional
+from .moe_distribute_combine_v2 import npu_moe_distribute_combine_v2
+from .moe_distribute_dispatch_v2 import npu_moe_distribute_dispatch_v2
 from .moe_finalize_routing import npu_moe_finalize_routing
 from .moe_gating_top_k import npu_moe_gating_top_k
 from .moe_init_routing_v2 import npu_moe_init_routing_v2
@@ -43,6 +45,8 @@ KERNELS: tuple[Kernel, ...] = (
     npu_lightning_indexer,
     npu_mla_prolog_v3,
     npu_mla_prolog_v3_functional,
+    npu_moe_distribute_combine_v2,
+    npu_moe_distribute_dispatch_v2,
     npu_moe_finalize_routing,
     npu_moe_gating_top_k,
     npu_moe_init_routing_v2,

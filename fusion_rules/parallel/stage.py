@@ -7,26 +7,19 @@ place, or cannot be made, is a `ParallelError`: nothing is left whole in silence
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
+from cannopy.fusion_rules.parallel import dense, o_proj, vocabulary
+from cannopy.fusion_rules.parallel.work import Work
 from cannopy.fx_passes.graph import Editor
 from cannopy.fx_passes.parallel import LAYOUT, Layout, ParallelError
 from cannopy.fx_passes.program import Program
 from cannopy.fx_passes.weight_layout import drop_unread
 
+__all__ = ["CUTS", "Step", "Work", "run", "steps"]
+
 CUTS = "cuts"
 """Key of `Program.facts`: places that each kind of cut was made at, before layers are stamped out."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a step works on. ``target`` is the product (``atlas-a3``), for the limits in contracts."""
-
-    program: Program
-    editor: Editor
-    layout: Layout
-    target: str
 
 
 Step = Callable[[Work], int]
@@ -35,7 +28,12 @@ Step = Callable[[Work], int]
 
 def steps() -> Mapping[str, Step]:
     """Each kind of cut by the group that it belongs to, in the order in which they are made."""
-    return MappingProxyType({})
+    return MappingProxyType({
+        o_proj.KIND: o_proj.cut,
+        dense.KIND: dense.cut,
+        vocabulary.EMBEDDING: vocabulary.cut_embedding,
+        vocabulary.HEAD: vocabulary.cut_head,
+    })
 
 
 def run(program: Program, target: str) -> int:

@@ -1,0 +1,64 @@
+"""Rows of tokens that ranks have: gathered for a cut matrix, summed and given back behind it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from cannopy.fusion_rules.parallel.collectives import all_gather, all_reduce, reduce_scatter
+from cannopy.fx_passes.graph import Editor, aten, where
+from cannopy.fx_passes.parallel import Layout, ParallelError
+
+
+def error(layout: Layout, kind: str, node: fx.Node, text: str) -> ParallelError:
+    """The error that a cut of ``kind`` meets at ``node``."""
+    return ParallelError(f"{kind}={layout.size(kind)}: {text} (node {node.name}, {where(node)})")
+
+
+def replicated(layout: Layout, kind: str) -> bool:
+    """Whether all ranks of a group of ``kind`` have the same tokens: they are in one group of attn_tp.
+
+    Raises `ParallelError` where some of them have and others have not.
+    """
+    heads, size = layout.size("attn_tp"), layout.size(kind)
+    if heads > 1 and heads % size:
+        raise ParallelError(f"{kind}={size} does not fit attn_tp={heads}: ranks have the same tokens within a group of "
+                            f"attn_tp only, and {heads} / {size} is no whole number; take a divisor of {heads}")
+    return heads > 1
+
+
+class Rows:
+    """The tokens of one kind of group: each rank has rows of its own, unless all have the same ones."""
+
+    def __init__(self, editor: Editor, layout: Layout, kind: str) -> None:
+        self.editor, self.layout, self.group = editor, layout, layout.group(kind)
+        self.same = replicated(layout, kind)
+        self._gathered: dict[fx.Node, fx.Node] = {}
+
+    @property
+    def factor(self) -> int:
+        """How many times as many rows `all` has."""
+        return 1 if self.same else self.group.size
+
+    def all(self, x: fx.Node) -> fx.Node:
+        """[n, …]  →  the rows of all ranks of the group, those of the first rank first; gathered once per ``x``."""
+        if self.same:
+            return x
+        if x not in self._gathered:
+            with self.editor.before(after(x), like=x):
+                self._gathered[x] = all_gather(self.editor, x, self.group)
+        return self._gathered[x]
+
+    def summed(self, y: fx.Node, bias: Any = None) -> fx.Node:
+        """Partial sums for the rows of `all`  →  the sum for this rank's own, with ``bias`` added once."""
+        total = all_reduce(self.editor, y, self.group) if self.same else reduce_scatter(self.editor, y, self.group)
+        return total if bias is None else self.editor.call(aten.add.Tensor, total, bias)
+
+
+def after(node: fx.Node) -> fx.Node:
+    """The first node behind ``node`` that new nodes may stand before: no placeholder."""
+    found = node.next
+    while found.op == "placeholder":
+        found = found.next
+    return found

@@ -20,7 +20,7 @@ from torch import fx
 
 from cannopy.backend import torchair
 from cannopy.backend.artifact import Artifact, Fingerprint
-from cannopy.backend.cache import agree, folder, store
+from cannopy.backend.cache import agree, alike, folder, store
 from cannopy.backend.cache.claim import Claim, find_or_claim
 from cannopy.backend.cache.key import call_form, fingerprint
 from cannopy.backend.cache.lock import BuildLock
@@ -126,7 +126,9 @@ def _together(search: _Search, peers: agree.Peers) -> Lookup:
         agree.LOOKED, mine.status, key=identity.key, reason=mine.reason,
         own_graph="rank" in identity.details["topology"],
         versions={**identity.details["versions"], "cannopy": identity.fields["package"][:16]},
+        alike={} if search.options.layout is None else alike.digests(identity),
     )
+    alike.check(peers, words, identity)
     for line in agree.different_versions(words):
         warnings.warn(f"ranks that compile {peers.what} differ: {line}", CacheWarning, stacklevel=4)
     missing = [r for r, w in words.items() if w.status != "hit"]

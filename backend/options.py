@@ -8,6 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+from cannopy.fx_passes.parallel import Layout
+
 COMPILER_OPTIONS: Mapping[str, Any] = MappingProxyType(
     {
         "mode": "max-autotune",
@@ -30,7 +32,7 @@ class BuildOptions:
     ``text`` is the textual form of everything upstream that decides the graph (options, pipeline, plan).
     ``cache_dir`` None is the default folder; ``use_cache`` False neither reads nor writes it. ``cache_timeout`` is how
     long, in seconds, to wait for another process or rank that builds the same; ``ranks`` are those that compile it
-    together, None for all.
+    together, None for all. ``layout`` is the place of this die among the dies that the graph is spread over.
     """
 
     engine: Literal["torchair", "eager"] = "torchair"
@@ -40,6 +42,7 @@ class BuildOptions:
     use_cache: bool = True
     cache_timeout: float = 1800.0
     ranks: tuple[int, ...] | None = None
+    layout: Layout | None = None
     compiler: Mapping[str, Any] = field(default_factory=lambda: COMPILER_OPTIONS)
 
     def key_items(self) -> dict[str, str]:

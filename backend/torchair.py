@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from cannopy.backend import hccl_groups, process_groups
+from cannopy.backend.cache.agree import RankError
 from cannopy.backend.ge_graph import summary
 from cannopy.backend.options import BuildOptions
 from cannopy.backend.quiet import quiet
@@ -162,15 +164,19 @@ class TorchairFactory:
     def compile(self, generated: GeneratedModule, tensors: Tensors) -> None:
         """Trace, lower and store the method, and run it once on `tensors`, which it changes. `CompileError`.
 
-        The run is what makes GE compile and write its own cache. On meta tensors nothing is run.
+        The run is what makes GE compile and write its own cache. On meta tensors, and without the other ranks of a
+        layout, nothing is run.
         """
-        run = not any(t.is_meta for t in [*tensors, *generated.instance.parameters(), *generated.instance.buffers()])
+        given = [*tensors, *generated.instance.parameters(), *generated.instance.buffers()]
+        run = not (any(t.is_meta for t in given) or process_groups.is_fake())
         with self._torchair(), _generated_code(None, run) as modules:
             compiled = self._cache_compile(generated)
             try:
                 generated.call(compiled, tensors)
             except _NotRunError:
                 pass
+            except RankError:
+                raise
             except Exception as e:  # Dynamo, torchair's converters and GE each raise their own
                 raise CompileError(self._failure(generated, e)) from e
         stored = [p for p in self.work.files() if Path(p).name == STORED]
@@ -203,6 +209,7 @@ class TorchairFactory:
                 host.activate()
                 target = importlib.import_module("cannopy.backend.host.target")
                 stack.enter_context(target.using(self.options.target))
+                stack.enter_context(importlib.import_module("cannopy.backend.host.communicators").named())
             self.log = stack.enter_context(quiet("torchair"))
             _reset_scopes()
             try:
@@ -261,6 +268,8 @@ def _generated_code(reuse: types.ModuleType | None, run: bool = True) -> Iterato
 
     def compile_code(text: str) -> types.ModuleType:
         module: types.ModuleType = original(text) if reuse is None else reuse
+        if have_npu() and process_groups.started():
+            hccl_groups.rebind(module.__dict__["ge_graph"])
         if not run:
             module.__dict__["kernel"] = not_run
         modules.append(module)

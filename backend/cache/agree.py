@@ -52,6 +52,8 @@ class Word:
     versions: Mapping[str, str] = field(default_factory=dict)
     own_graph: bool = False
     """Whether the graph is this rank's own and may hold collectives."""
+    alike: Mapping[str, str] = field(default_factory=dict)
+    """Digests of what has to be the same on every rank of a layout."""
 
 
 class Peers:

@@ -27,6 +27,7 @@ from cannopy.backend.cache.describe import Describer, tensor_item
 from cannopy.backend.cache.text import constant_text, digest
 from cannopy.backend.options import BuildOptions
 from cannopy.fx_passes import calls
+from cannopy.fx_passes.parallel import Layout
 
 Items = Mapping[str, str]
 _FILES = "package files"
@@ -61,7 +62,7 @@ def fingerprint(
         "versions": {**versions(_packages(describer.classes)), **({} if chip is None else {"cann": chip.cann})},
         "environment": _environment(),
         "target": _target(options, chip, not any(p.is_meta for p in model.parameters())),
-        "topology": _topology(own_rank),
+        "topology": _topology(own_rank) if options.layout is None else _place(options.layout),
         "torch state": _torch_state(),
         "code": walk.items,
     }
@@ -221,6 +222,11 @@ def _topology(own_rank: bool) -> dict[str, str]:
         return {"world": "1"}
     rank = {"rank": str(dist.get_rank())} if own_rank else {}
     return {"world": str(dist.get_world_size()), "backend": str(dist.get_backend()), **rank}
+
+
+def _place(layout: Layout) -> dict[str, str]:
+    """The layout and the rank, wherever the graph is built: in the world itself, or offline for it."""
+    return {"layout": str(layout.parallel), "rank": str(layout.rank)}
 
 
 def _torch_state() -> dict[str, str]:

@@ -80,10 +80,11 @@ def _at(rule: Rule, node: fx.Node, context: Context, log: Log) -> int:
 
 def _stopped(rule: Rule, node: fx.Node, stop: Stop, log: Log) -> None:
     recognised = isinstance(node.target, OpOverload) and node.target.namespace in RECOGNISED
-    if stop.matched < min(rule.near, THOROUGH) and not (recognised and rule.near > THOROUGH):
+    alike = rule.resembles is not None and rule.resembles(stop)
+    if stop.matched < min(rule.near, THOROUGH) and not (recognised and rule.near > THOROUGH) and not alike:
         return
     stop = nearest(rule.pattern, node, stop)
-    log.miss(Miss.stopped(rule.name, node, stop, _near(rule, node, stop)))
+    log.miss(Miss.stopped(rule.name, node, stop, alike or _near(rule, node, stop)))
 
 
 def _near(rule: Rule, node: fx.Node, stop: Stop) -> bool:

@@ -143,15 +143,24 @@ class Log:
             miss = self.attempts[i]
             anchor, reason = (miss.rule, miss.anchor), (miss.rule, miss.layer, miss.node, miss.reason)
             mine = {anchor, *((miss.rule, name) for name in miss.nodes)}
-            # A whole form that a check refused is told of although a shorter form of the rule applied inside it.
-            settled = {anchor, (miss.rule, miss.node)} | (set() if miss.whole else mine)
             new = reason not in refused and anchor not in longer if miss.whole else mine.isdisjoint(taken)
-            if new and settled.isdisjoint(applied):
+            if new and not _settled(miss, applied):
                 kept.append(i)
                 refused.add(reason)
                 taken |= mine
                 longer |= set() if miss.whole else mine
         return [self.attempts[i] for i in sorted(kept)]
+
+
+def _settled(miss: Miss, applied: Collection[tuple[str, str]]) -> bool:
+    """Whether applications of its rule stand for an attempt.
+
+    A whole form that a check refused is told of although a shorter form of the rule applied inside it; so is an attempt
+    that lacks one operation only and gives another result: it reads into the place that was applied.
+    """
+    if (miss.rule, miss.anchor) in applied or (miss.rule, miss.node) in applied:
+        return True
+    return miss.matched + 1 < miss.total and any((miss.rule, name) in applied for name in miss.nodes)
 
 
 def by_layer(misses: Iterable[Miss]) -> list[tuple[Miss, tuple[int, ...], int]]:

@@ -25,13 +25,10 @@ WIDE = Any("wide", where=_float32, wants="float32 inside the norm")
 
 MEAN = op(aten.mean.dim, op(aten.pow.Tensor_Scalar, WIDE, Number(equal=2)), Items((Number("dim"),)), Literal(True))
 
-NORMED = op(
-    aten.mul.Tensor,
-    WIDE,
-    op(aten.rsqrt.default, Alt((op(aten.add.Tensor, MEAN, Number("eps")), MEAN))),
-    commutative=True,
-    name="normed",
-)
+FACTOR = op(aten.rsqrt.default, Alt((op(aten.add.Tensor, MEAN, Number("eps")), MEAN)))
+"""1 / rms: what makes a norm recognisable where it is not used as one."""
+
+NORMED = op(aten.mul.Tensor, WIDE, FACTOR, commutative=True, name="normed")
 
 ROUNDED_FIRST = op(aten.mul.Tensor, Any("gamma"), Through(NORMED, over=CAST, name="rounded"), commutative=True)
 """The Llama family: the normalised value is rounded, then multiplied by gamma."""
@@ -116,7 +113,7 @@ RULES = tuple(
         check=check,
         rewrite=rewrite,
         near=4,
-        core=NORMED,
+        core=FACTOR if pattern is NORMED else NORMED,
     )
     for pattern in (GAMMA_FIRST, ROUNDED_FIRST, ROUNDED, NORMED)
 )

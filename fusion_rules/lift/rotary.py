@@ -13,9 +13,9 @@ from torch import fx
 from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Any, Items, Literal, Number, Op, op
 from cannopy.fusion_rules.engine.rule import NEVER, Context, Refusal, Rule
-from cannopy.fusion_rules.engine.stop import describe
+from cannopy.fusion_rules.engine.stop import describe, short
 from cannopy.fusion_rules.lift.halves import half_of
-from cannopy.fx_passes.graph import aten, dtype, is_call, shape
+from cannopy.fx_passes.graph import aten, dtype, is_call, shape, where
 
 
 def _part(x: str, prefix: str) -> Op:
@@ -29,7 +29,7 @@ def _times(a: Op, b: str) -> Op:
 
 FIRST, SECOND = _part("x", "first"), _part("x", "second")
 
-DIFFERENCE = op(aten.sub.Tensor, _times(FIRST, "cos"), _times(SECOND, "sin"))
+DIFFERENCE = op(aten.sub.Tensor, _times(FIRST, "cos"), _times(SECOND, "sin"), name="difference")
 PAIRS = op(
     aten.cat.default,
     Items((
@@ -43,7 +43,7 @@ BACK = op(
     aten.cat.default,
     Items((
         op(aten.add.Tensor, _times(FIRST, "cos"), _times(SECOND, "sin"), commutative=True),
-        op(aten.sub.Tensor, _times(SECOND, "cos"), _times(FIRST, "sin")),
+        op(aten.sub.Tensor, _times(SECOND, "cos"), _times(FIRST, "sin"), name="difference"),
     )),
     Number("dim"),
 )
@@ -88,12 +88,26 @@ def _slices(match: Match) -> str:
     return f"{first} and {second} of dim {match['dim']}, {describe(match['x'])}"
 
 
+def _mirrored(match: Match) -> Refusal | None:
+    """x₁·a - x₀·b where x₀·cos - x₁·sin is wanted: the pattern matched with the parts the other way round."""
+    size = shape(match["x"])[-1]
+    parts = tuple(match[k] for k in ("second_start", "second_end", "first_start", "first_end", "step"))
+    if parts not in ((0, size, 1, size, 2), (0, size // 2, size // 2, size, 1)):
+        return None
+    place: fx.Node = match["difference"]
+    text = f"{short(place.target)} with its operands the other way round ({where(place)})"
+    return Refusal(f"the pairs are mirrored, not rotated: {text}", place, "order",
+                   "x₀·cos - x₁·sin and x₁·cos + x₀·sin, or both with the other sign of sin", text,
+                   f"swap the operands of {short(place.target)}")
+
+
 def check_pairs(match: Match, ctx: Context) -> Refusal | None:
     """The pairs cover the whole last dim and cos and sin have one angle per pair."""
     if _layout(match) is None:
-        return Refusal("the rotated pairs are neither even/odd elements nor halves of the last dim", match.anchor,
-                       "constant", "even and odd elements, or first and second half, of the last dim", _slices(match),
-                       "rotate the whole last dim; where only part of it is rotated, slice that part off first")
+        return _mirrored(match) or Refusal(
+            "the rotated pairs are neither even/odd elements nor halves of the last dim", match.anchor, "constant",
+            "even and odd elements, or first and second half, of the last dim", _slices(match),
+            "rotate the whole last dim; where only part of it is rotated, slice that part off first")
     return _broadcasts(match, shape(match["x"])[-1] // 2)
 
 
@@ -116,20 +130,21 @@ def _broadcasts(match: Match, size: int) -> Refusal | None:
     for name in ("cos", "sin"):
         node = match[name]
         if not isinstance(node, fx.Node) or shape(node)[-1:] != (size,):
-            return Refusal(f"{name} does not have {size} entries in its last dim", match.anchor, "shape",
+            return Refusal(f"{name} does not have {size} entries in its last dim",
+                           node if isinstance(node, fx.Node) else match.anchor, "shape",
                            f"{name} [..., {size}]", describe(node), f"give {name} {size} entries per token")
         if len(shape(node)) > len(shape(match["x"])):
-            return Refusal(f"{name} has more dims than the rotated tensor", match.anchor, "shape",
+            return Refusal(f"{name} has more dims than the rotated tensor", node, "shape",
                            f"{name} of at most {len(shape(match['x']))} dims", str(list(shape(node))),
                            f"squeeze {name} before the rotation")
     if shape(match.anchor) != shape(match["x"]):
         return Refusal("cos broadcasts the rotated tensor to another shape", match.anchor, "shape",
                        str(list(shape(match["x"]))), str(list(shape(match.anchor))),
                        "expand the rotated tensor before the rotation, or rotate once per token")
-    dtypes = {match[k].meta["val"].dtype for k in ("x", "cos", "sin")}
-    if len(dtypes) > 1:
-        found = ", ".join(f"{k} {describe(dtype(match[k]))}" for k in ("x", "cos", "sin"))
-        return Refusal(f"the rotation mixes dtypes {sorted(map(str, dtypes))}", match.anchor, "dtype",
+    dtypes = {k: dtype(match[k]) for k in ("x", "cos", "sin")}
+    if len(set(dtypes.values())) > 1:
+        found = ", ".join(f"{k} {describe(kind)} ({where(match[k])})" for k, kind in dtypes.items())
+        return Refusal(f"the rotation mixes dtypes: {found}", match.anchor, "dtype",
                        "one dtype for the rotated tensor, cos and sin", found,
                        f"cast cos and sin to {describe(dtype(match['x']))} before the rotation")
     return None

@@ -14,8 +14,11 @@ from cannopy.fusion_rules.engine.legal import illegal
 from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Any, Number, op
 from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
-from cannopy.fusion_rules.engine.stop import describe
-from cannopy.fx_passes.graph import aten, dtype, shape
+from cannopy.fusion_rules.engine.stop import Stop, describe
+from cannopy.fx_passes.graph import aten, dtype, is_call, shape
+
+OTHERS = (aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.maximum.default, aten.minimum.default)
+"""Operations of two tensors that are no sum."""
 
 
 def check(match: Match, ctx: Context) -> Refusal | None:
@@ -48,6 +51,22 @@ def rewrite(match: Match, ctx: Context) -> None:
     ctx.editor.replace(match.anchor, normed)
 
 
+def like_a_residual(stop: Stop) -> bool:
+    """Whether the norm reads what stands for a residual sum: a rounded sum, or another operation of two tensors.
+
+    All are [..., H]. A gated product whose result and operands only the norm reads is none: no residual goes on there.
+    """
+    value = stop.value
+    if is_call(value, aten._to_copy.default):
+        return _of_two(value.args[0], aten.add.Tensor)
+    return _of_two(value, *OTHERS) and any(len(n.users) > 1 for n in (value, *value.all_input_nodes))
+
+
+def _of_two(value: object, *targets: object) -> bool:
+    return isinstance(value, fx.Node) and is_call(value, *targets) and all(
+        isinstance(a, fx.Node) and shape(a) == shape(value) for a in value.args[:2])
+
+
 RULE = Rule(
     name="add_rms_norm",
     equation="x = a + b; rms_norm(x, gamma, eps)  →  npu_add_rms_norm(a, b, gamma, eps)",
@@ -61,4 +80,5 @@ RULE = Rule(
     rewrite=rewrite,
     kernel="npu_add_rms_norm",
     near=2,
+    resembles=like_a_residual,
 )

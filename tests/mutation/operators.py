@@ -41,7 +41,7 @@ class Edit:
     values: dict[str, Tensor]
     editor: Editor = field(init=False)
     read: set[str] = field(default_factory=set)
-    """Nodes of the unchanged program that are read where another one was: a reason at one of them names the change."""
+    """Nodes that are read where another one was, and inputs that the change adds: a reason at one names the change."""
 
     def __post_init__(self) -> None:
         self.editor = Editor(self.program.gm)
@@ -113,6 +113,7 @@ class Edit:
                          tensor.stride(), tensor.dtype)
         self.program.inputs.append(spec)
         self.values[node.name] = tensor
+        self.read.add(node.name)
         return node
 
     def noise(self, *size: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -129,44 +129,74 @@ def node_values(program: Program, values: Mapping[str, Tensor]) -> dict[str, Any
     return interpreter.seen
 
 
-def wrong(ours: Results, as_is: Results, in_float64: Results) -> list[str]:
-    """What is over its limit, one sentence each; empty when the lowered graph is as good as the graph as it is."""
+Pair = tuple[Results, Results]
+"""What the graph as it is gives, and the same in float64, for one set of values."""
+
+
+def moved(values: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """``values`` with every number of a floating tensor one rounding up, one down or where it was."""
+    generator = torch.Generator().manual_seed(seed)
+    out = dict(values)
+    for name, tensor in values.items():
+        if tensor.is_floating_point():
+            steps = torch.randint(-1, 2, tensor.shape, generator=generator) * torch.finfo(tensor.dtype).eps
+            out[name] = (tensor.double() * (1 + steps)).to(tensor.dtype)
+    return out
+
+
+def wrong(ours: Results, as_is: Results, in_float64: Results, others: Sequence[Pair] = ()) -> list[str]:
+    """What is over its limit, one sentence each; empty when the lowered graph is as good as the graph as it is.
+
+    ``others``: results of the graph as it is for `moved` values. Where few roundings decide the error of a result (all
+    entries of a row are one number times weights), that of one run says little; the largest of them counts.
+    """
     found = []
-    triples = zip(ours.tensors, as_is.tensors, in_float64.tensors, strict=True)
-    for i, (a, b, c) in enumerate(triples):
-        found += [f"result {i}: {text}" for text in _tensor(a, b, c)]
+    for i, (a, b, c) in enumerate(zip(ours.tensors, as_is.tensors, in_float64.tensors, strict=True)):
+        pairs = [(one.tensors[i], wide.tensors[i]) for one, wide in others]
+        found += [f"result {i}: {text}" for text in _tensor(a, b, c, pairs)]
     for pick in compare_picks("graph", as_is.choices, in_float64.choices):
         found += pick.failures
     return found
 
 
-def _tensor(ours: Tensor, as_is: Tensor, wide: Tensor) -> list[str]:
+def _tensor(ours: Tensor, as_is: Tensor, wide: Tensor, others: Sequence[tuple[Tensor, Tensor]]) -> list[str]:
     if ours.shape != as_is.shape or ours.dtype != as_is.dtype:
         return [f"{ours.dtype}{list(ours.shape)} instead of {as_is.dtype}{list(as_is.shape)}"]
     if not ours.dtype.is_floating_point:
         return [] if torch.equal(ours, as_is) else [f"{int((ours != as_is).sum())} of {ours.numel()} integers differ"]
     if ours.numel() == 0:
         return []
-    a, b, c = (t.double().reshape(-1, t.shape[-1] if t.dim() else 1) for t in (ours, as_is, wide))
+    a, b, c = (_rows(t) for t in (ours, as_is, wide))
     special = ~(torch.isfinite(b) & torch.isfinite(c))
     if not torch.equal(a[special].nan_to_num(nan=7e77), b[special].nan_to_num(nan=7e77)):
         return ["infinities or NaN in other places or of another kind"]
     a, b, c = (t.masked_fill(special, 0) for t in (a, b, c))
     if not torch.isfinite(a).all():
         return ["not finite where the graph as it is is"]
+    pairs = [(b, c)]
+    for other in others:
+        x, y = (_rows(t).masked_fill(special, 0) for t in other)
+        pairs += [(x, y)] if torch.isfinite(x).all() and torch.isfinite(y).all() else []
     step = torch.finfo(ours.dtype).eps
-    e, p = _error(a, c), _error(b, c)
+    e, p = _error(a, c), max(_error(*pair) for pair in pairs)
     bound = POOLED_LIMIT * p + SUMMATION_FLOOR if a.numel() >= FEW else ROW_LIMIT * max(p, step)
     if not e <= bound:
         return [f"error {e:.3e}, {p:.3e} as it is"]
     if a.shape[1] < FEW:
         return []
-    scale = c.norm(dim=1).clamp_min(torch.finfo(torch.float64).tiny)
-    rows, plain_rows = (a - c).norm(dim=1) / scale, (b - c).norm(dim=1) / scale
+    rows, plain_rows = _by_row(a, c), torch.stack([_by_row(*pair) for pair in pairs]).amax(0)
     written = (rows > 0) | (plain_rows > 0)  # rows of a cache that no step wrote would make the mean error smaller
-    p = _error(b[written], c[written])
+    p = max(_error(x[written], y[written]) for x, y in pairs)
     over = rows > ROW_LIMIT * plain_rows.clamp_min(p) + SUMMATION_FLOOR
     return [f"{int(over.sum())} of {len(over)} rows, worst error {float(rows.max()):.3e}"] if over.any() else []
+
+
+def _rows(t: Tensor) -> Tensor:
+    return t.double().reshape(-1, t.shape[-1] if t.dim() else 1)
+
+
+def _by_row(a: Tensor, b: Tensor) -> Tensor:
+    return (a - b).norm(dim=1) / b.norm(dim=1).clamp_min(torch.finfo(torch.float64).tiny)
 
 
 def _error(a: Tensor, b: Tensor) -> float:

@@ -75,6 +75,8 @@ WEIGHTS = {"deepseek_v32": 2, "deepseek_v32_dense_batch": 2, "qwen3": 4, "qwen3_
 """How often a case is drawn among those where an operator has a place: small graphs more often."""
 PLAIN_NORM = ("norm_one_plus_gamma_fp32", "norm_gamma_fp32")
 """npu_add_rms_norm takes no fp32 gamma beside 16-bit values, npu_rms_norm does."""
+MOVES = 8
+"""Runs of the graph as it is, with values one rounding off, before a result is called wrong."""
 VERIFIED = 4
 """One in so many mutants is lowered with the verifier between passes, which takes half of the time."""
 
@@ -126,6 +128,8 @@ def _judge(outcome: Outcome, c: Case, operator: Operator, edit: Edit) -> None:
     try:
         as_is, wide = (run(before, edit.values, recorder.picks) for run in (oracle.plain, oracle.exact))
         outcome.wrong = oracle.wrong(ours, as_is, wide)
+        if outcome.wrong:
+            outcome.wrong = oracle.wrong(ours, as_is, wide, _moved(before, edit, recorder.picks))
     except ReplayError:
         as_is, wide, outcome.wrong = _picked_twice(before, edit, ours, recorder.picks)
     if outcome.wrong:  # picks among candidates that are all -inf cannot be replayed; equal without replay is equal
@@ -147,6 +151,12 @@ def _judge(outcome: Outcome, c: Case, operator: Operator, edit: Edit) -> None:
         outcome.reasons += [f"{m.rule}: {m.reason} [{m.node}, {m.source}]" for m in misses]
         if not any(_names(m, operator) or m.node in edit.read for m in misses):
             outcome.silent.append(name)
+
+
+def _moved(before: Program, edit: Edit, picks: Sequence[Pick]) -> list[oracle.Pair]:
+    """Results for values that are one rounding off: how much the error of the graph as it is scatters."""
+    sets = [oracle.moved(edit.values, seed) for seed in range(MOVES)]
+    return [(oracle.plain(before, values, picks), oracle.exact(before, values, picks)) for values in sets]
 
 
 def _picked_twice(

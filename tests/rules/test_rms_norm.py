@@ -89,6 +89,43 @@ def test_a_norm_in_bf16_says_what_is_missing() -> None:
     assert miss.remedy == "make it float32 inside the norm"
 
 
+@pytest.mark.parametrize(("use", "found"), [
+    (lambda x, f: x + f, "aten.add float32[5, 128] ("), (lambda x, f: x - f, "aten.sub float32[5, 128] ("),
+    (lambda x, f: x / f, "aten.div float32[5, 128] (")], ids=["sum", "difference", "quotient"])
+def test_a_factor_that_is_not_multiplied_says_what_is_done_with_it(
+        use: Callable[..., torch.Tensor], found: str) -> None:
+    model = Norm(lambda w, n, x: w * use(x.float(), torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5)))
+    (miss,) = [m for m in _fused(model)[1].misses if m.near]
+    assert (miss.rule, miss.expected) == ("lift_rms_norm", "aten.mul with wide")
+    assert miss.found.startswith(found)
+
+
+class TwoNorms(nn.Module):
+    """The second one takes the factor of the first: ``wrong``, or has its own."""
+
+    def __init__(self, wrong: bool) -> None:
+        super().__init__()
+        self.wrong = wrong
+
+    def forward(self, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        a, b = x.float(), x.float().tanh()
+        first, second = (torch.rsqrt(v.pow(2).mean(-1, keepdim=True) + 1e-5) for v in (a, a if self.wrong else b))
+        return w * (a * first), (b * second).exp()
+
+
+@pytest.mark.parametrize("wrong", [True, False])
+def test_a_norm_with_the_factor_of_another_is_told_beside_that_one(wrong: bool) -> None:
+    dialect.register_all()
+    inputs = torch.randn(5, 128, generator=torch.Generator().manual_seed(1)), torch.ones(128)
+    program = capture(TwoNorms(wrong), "forward", inputs)
+    normalise.run(program)
+    log = fuse(program, (*catalog.LIFT, add_rms_norm.RULE, rms_norm.RULE))
+    assert log.counts()["rms_norm"] == 2 - wrong
+    misses = [m for m in log.misses if m.near]
+    assert len(misses) == wrong, misses
+    assert not wrong or "expected the same wide (aten.tanh" in misses[0].reason
+
+
 def test_torch_rms_norm() -> None:
     _, log, expected, found = _fused(nn.RMSNorm(128, eps=1e-5).bfloat16().requires_grad_(False))
     assert log.counts()["rms_norm"] == 1

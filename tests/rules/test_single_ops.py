@@ -147,6 +147,18 @@ def _wrong_pairs(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
+def _mirrored(x: Tensor, angles: Tensor) -> Tensor:
+    cos, sin = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.cat((odd * sin - even * cos, odd * cos + even * sin), -1)
+
+
+def _mirrored_back(x: Tensor, angles: Tensor) -> Tensor:
+    cos, sin = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.cat((even * cos + odd * sin, even * sin - odd * cos), -1)
+
+
 def _quarters(x: Tensor, angles: Tensor) -> Tensor:
     cos, sin = _tables(angles)
     return x * cos + torch.cat((-x[..., D // 4 :], x[..., : D // 4]), -1) * sin
@@ -190,12 +202,15 @@ def _twice_interleaved(x: Tensor, angles: Tensor) -> Tensor:
 
 ROTARY_REFUSALS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str, torch.dtype]] = {
     "pairs": (_wrong_pairs, "the rotated pairs are neither even/odd elements nor halves", torch.bfloat16),
+    "mirrored": (_mirrored, "the pairs are mirrored, not rotated: aten.sub with its operands", torch.bfloat16),
+    "mirrored back": (_mirrored_back, "the pairs are mirrored, not rotated: aten.sub with its operands",
+                      torch.bfloat16),
     "quarters": (_quarters, "the rotated parts are not the two halves of the last dim", torch.bfloat16),
     "other halves": (_other_halves, "cos or sin is not provably cat(angles, angles)", torch.bfloat16),
     "broadcast": (_broadcast, "cos broadcasts the rotated tensor to another shape", torch.bfloat16),
     "more dims": (_more_dims, "cos has more dims than the rotated tensor", torch.bfloat16),
     "one angle": (_one_angle, "cos does not have 64 entries in its last dim", torch.bfloat16),
-    "mixed dtypes": (lambda x, a: half(x, a.float()), "the rotation mixes dtypes", torch.bfloat16),
+    "mixed dtypes": (lambda x, a: half(x, a.float()), "the rotation mixes dtypes: x bfloat16 (", torch.bfloat16),
     "tokens between heads": (_twice, "32] is not one of the op's", torch.bfloat16),
     "interleaved tokens between heads": (_twice_interleaved, "interleave_rope: layout x [2, 2, 5, 3, 64]",
                                          torch.bfloat16),
@@ -214,6 +229,13 @@ def test_rotary_refuses(name: str) -> None:
     assert any(reason in f"{m.rule}: {m.reason}" for m in log.misses), log.misses
     for found, plain in zip(after.run(), before.run(), strict=True):
         torch.testing.assert_close(found.double(), plain.double(), rtol=2 * BF16, atol=4 * BF16)
+
+
+def test_a_refusal_names_the_table() -> None:
+    _, log = trace(_one_angle, _x(torch.bfloat16), _angles(torch.bfloat16)).fused(ROTARY)
+    (miss,) = [m for m in log.misses if "entries" in m.reason]
+    assert miss.node != miss.anchor
+    assert miss.found.endswith("[2, 1, 5, 1]")
 
 
 def test_another_permutation_of_the_pairs_stays_in_front() -> None:
@@ -284,6 +306,33 @@ def test_add_rms_norm(name: str) -> None:
         torch.testing.assert_close(found, plain, rtol=BF16, atol=1e-3)
     if name == "residual":
         assert torch.equal(after.run()[1], a + b)
+
+
+def _product(a: Tensor, b: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+    x = a * b
+    return _norm(x, g), x
+
+
+NO_SUMS: dict[str, tuple[Callable[..., tuple[Tensor, ...]], str]] = {
+    "difference": (lambda a, b, g: (_norm(a - b, g), a + b), "found aten.sub bfloat16[7, 64]"),
+    "product that goes on": (_product, "found aten.mul bfloat16[7, 64]"),
+    "rounded sum": (lambda a, b, g: (_norm((a.float() + b.float()).bfloat16(), g),),
+                    "found aten._to_copy (a cast to bfloat16[7, 64]) in between"),
+    "gated": (lambda a, b, g: (_norm(a.relu() * b.sigmoid(), g),), ""),
+    "scaled": (lambda a, b, g: (_norm(a * 2.0, g), a), ""),
+    "per token": (lambda a, b, g: (_norm(a * b[:, :1], g), a), ""),
+    "cast": (lambda a, b, g: (_norm(a.float().bfloat16().relu(), g), a), ""),
+}
+
+
+@pytest.mark.parametrize("name", NO_SUMS)
+def test_what_stands_for_a_residual_sum_is_told_and_nothing_else(name: str) -> None:
+    fn, reason = NO_SUMS[name]
+    before = trace(fn, _x(torch.bfloat16, 7, 64), _x(torch.bfloat16, 7, 64).flip(0), _x(torch.bfloat16, 64))
+    _, log = before.fused(NORM)
+    assert log.counts() == {"lift_rms_norm": 1}
+    found = [m.reason for m in log.misses if m.rule == "add_rms_norm"]
+    assert [r.startswith("matched") and reason in r for r in found] == [True] * bool(reason), found
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from cannopy import pipeline, planning, prediction
+from cannopy import layouts, pipeline, planning, prediction
 from cannopy.backend import build as backend
 from cannopy.backend.guards import GuardError
 from cannopy.backend.options import BuildOptions
@@ -19,6 +19,7 @@ from cannopy.backend.torchair import PlanLostError, have_npu
 from cannopy.frontend import outputs, regions, state
 from cannopy.fx_passes import kernels
 from cannopy.fx_passes.manager import PassError
+from cannopy.fx_passes.parallel import LAYOUT
 from cannopy.fx_passes.program import Program
 from cannopy.fx_passes.regions import REGIONS, Regions
 from cannopy.fx_passes.stamp import StampError
@@ -92,9 +93,17 @@ def compile(
         cannopy.backend.torchair.CompileError: torchair refused the graph; the cache is as it was.
         cannopy.backend.cache.folder.CacheFolderError: somebody else can write in the cache folder.
         cannopy.backend.cache.agree.RankError: another rank did not come, failed, or compiles something else.
+        cannopy.fx_passes.parallel.ParallelError: the model cannot be spread as ``options.parallel`` says, or the world
+            of torch.distributed has another size.
     """
     options = options or Options()
-    kwargs = dict(example_kwargs or {})
+    with layouts.world_of(options):
+        return _compile(model, method, example_inputs, dict(example_kwargs or {}), options)
+
+
+def _compile(
+    model: torch.nn.Module, method: str, example_inputs: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+) -> Compiled:
     made = pipeline.plan(options)
     building = build_options(made)
     on_device = have_npu()
@@ -173,22 +182,28 @@ def lower(
     a second time when the passes show that all layers have to be captured.
     """
     made = made or pipeline.plan(options)
+    layout = layouts.layout_of(options)
+
+    def passes(program: Program) -> pipeline.Compilation:
+        if layout is not None:
+            program.facts[LAYOUT] = layout
+        seen(program)
+        return pipeline.run(program, options, made)
+
     with target_of(options):
         start = time.perf_counter()
         program = (regions.capture(model, method, args, kwargs) if options.regions
                    else regions.whole(model, method, args, kwargs, "regions are switched off"))
         timings["capture"] = time.perf_counter() - start
-        seen(program)
         try:
-            done = pipeline.run(program, options, made)
+            done = passes(program)
         except PassError as e:
             if not isinstance(e.__cause__, StampError):
                 raise
             start = time.perf_counter()
             program = regions.whole(model, method, args, kwargs, str(e.__cause__))
             timings["capture"] += time.perf_counter() - start
-            seen(program)
-            done = pipeline.run(program, options, made)
+            done = passes(program)
         timings["passes"] = done.seconds
     return program, done
 
@@ -206,9 +221,11 @@ def target_of(options: Options) -> Any:
 
 def build_options(made: pipeline.Plan) -> BuildOptions:
     """What the backend has to know of a plan."""
-    options = made.options
+    options, layout = made.options, layouts.layout_of(made.options)
+    alone = layout is not None and not layouts.in_world()
     return BuildOptions(target=options.target, text=made.text(), cache_dir=options.cache_dir,
-                        use_cache=options.use_cache, cache_timeout=options.cache_timeout, ranks=options.ranks)
+                        use_cache=options.use_cache, cache_timeout=options.cache_timeout,
+                        ranks=(layout.rank,) if layout is not None and alone else options.ranks, layout=layout)
 
 
 def _report(

@@ -13,10 +13,12 @@ from cannopy.fusion_rules.rewrite import (
     kv_rmsnorm_rope_cache,
     mla_prolog,
     mla_prolog_dense,
+    mla_prolog_rows,
     moe_experts,
     moe_experts_batched,
     moe_gating_top_k,
     sparse_flash_attention,
+    sparse_flash_attention_packed,
     swiglu,
 )
 
@@ -30,9 +32,11 @@ LIFT: tuple[Rule, ...] = (
 
 REWRITE: tuple[Rule, ...] = (
     sparse_flash_attention.RULE,
+    sparse_flash_attention_packed.RULE,
     fused_infer_attention.RULE,
     mla_prolog.RULE,
     mla_prolog_dense.RULE,
+    mla_prolog_rows.RULE,
     kv_rmsnorm_rope_cache.RULE,
     *moe_gating_top_k.RULES,
     *moe_experts.RULES,

@@ -122,13 +122,6 @@ MODELS: Mapping[str, Family] = {
 }
 
 
-GAPS: Mapping[tuple[str, Form], str] = {
-    ("deepseek-v3.2", "serving"): "The indexer of packed tokens and paged keys is not recognised yet: attention runs "
-                                  "as written, norm, rotation and cache write of its keys are one kernel.",
-}
-"""Where less was found than there is, and why."""
-
-
 @dataclass(frozen=True)
 class Row:
     """``found`` and ``expected`` times each rule applied; ``kernels`` of the last layer by operation."""
@@ -211,7 +204,7 @@ def page(table: Sequence[Row]) -> str:
             cells = [f"{r.found.get(rule, 0)} / {r.expected.get(rule, 0)}" if rule in r.expected or rule in r.found
                      else "" for rule in rules]
             text.append(f"| {r.form} | {r.phase} | {' | '.join(cells)} |")
-        text += ["", *(f"{form.capitalize()} form: {why}\n" for (name, form), why in GAPS.items() if name == model)]
+        text.append("")
     return "\n".join([*text, *_kernel_table(table)])
 
 

@@ -180,7 +180,7 @@ def _emit_absorbed(match: Match, ctx: Context, found: Latent, seen: Visible) -> 
         block_table=table_of(ctx, found.caches[0], batch, length, block), block_size=block,
         **_attributes(match, heads, 1, "TND_NTD", queries > 1),
     )
-    return _values(match, ctx, found, ctx.editor.item(out, 0))
+    return values(match, ctx, found, ctx.editor.item(out, 0))
 
 
 def _blocks(ctx: Context, cache: fx.Node, block: int, width: int) -> fx.Node:
@@ -196,17 +196,19 @@ def table_of(ctx: Context, cache: Cache, batch: int, length: int, block: int) ->
     return ctx.editor.call(aten._to_copy.default, cache.table, dtype=torch.int32)
 
 
-def _values(match: Match, ctx: Context, found: Latent, attended: fx.Node) -> fx.Node:
-    """[N, T, rank] · W_UV [N, rank, Dv]  →  [T, N, Dv]"""
+def values(match: Match, ctx: Context, found: Latent, attended: fx.Node, heads_first: bool = True) -> fx.Node:
+    """[N, T, rank], or [T, N, rank] without ``heads_first``, times W_UV [N, rank, Dv]  →  [T, N, Dv]"""
     heads, width = shape(match["q"])[1], found.nope + found.value
     recipe = f"w[0].reshape({heads}, {width}, {found.rank})[:, {found.nope}:].transpose(1, 2)"
-    perms = {"perm_x1": [0, 1, 2], "perm_x2": [0, 1, 2], "perm_y": [1, 0, 2]}
+    order = [0, 1, 2] if heads_first else [1, 0, 2]
+    perms = {"perm_x1": order, "perm_x2": [0, 1, 2], "perm_y": [1, 0, 2]}
     fakes = attended.meta["val"], preview(ctx.editor, [found.kv_b], recipe)
     refused = illegal("npu_transpose_batchmatmul", fakes, perms, match.anchor, ctx)
     w_uv = derived(ctx.program, ctx.editor, "w_uv", [found.kv_b], recipe)
     if refused is None:
         return ctx.editor.call(torch.ops.npu.npu_transpose_batchmatmul.default, attended, w_uv, **perms)
-    product = ctx.editor.call(aten.matmul.default, attended, w_uv)
+    by_head = attended if heads_first else ctx.editor.call(aten.permute.default, attended, order)
+    product = ctx.editor.call(aten.matmul.default, by_head, w_uv)
     return ctx.editor.call(aten.permute.default, product, [1, 0, 2])
 
 

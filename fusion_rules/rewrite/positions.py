@@ -83,12 +83,7 @@ def packed_ends(
     """
     call, device = ctx.editor.call, _device(ctx)
     if isinstance(seen, Packed):
-        ends = call(aten.add.Tensor, seen.ends, -seen.shift) if seen.shift else seen.ends
-        ends = ends if dtype(ends) == torch.int64 else call(aten._to_copy.default, ends, dtype=torch.int64)
-        ends = call(aten.clamp.default, ctx.editor.reshape(ends, [math.prod(shape(ends))]), 0, queries)
-        ordered = ctx.editor.item(call(aten.sort.default, ends), 0)
-        last = call(aten.full.default, [1], queries, dtype=torch.int64, device=device)
-        both = call(aten.cat.default, [ordered, last], 0)
+        both = prompt_ends(ctx, seen, queries)
         return both, both
     if seen is None:
         return tuple(query_ends(ctx, batch, n, torch.int64) for n in (queries, keys))  # type: ignore[return-value]
@@ -98,6 +93,16 @@ def packed_ends(
         ctx, batch, keys, torch.int64))], 1)
     twice = ctx.editor.expand(ctx.editor.reshape(query_ends(ctx, batch, queries, torch.int64), [batch, 1]), [batch, 2])
     return tuple(ctx.editor.reshape(x, [2 * batch]) for x in (twice, ends))  # type: ignore[return-value]
+
+
+def prompt_ends(ctx: Context, seen: Packed, tokens: int, kind: torch.dtype = torch.int64) -> fx.Node:
+    """[R + 1] of dtype ``kind``: where prompts end in ``tokens`` packed ones; those behind the last are one more."""
+    call = ctx.editor.call
+    ends = call(aten.add.Tensor, seen.ends, -seen.shift) if seen.shift else seen.ends
+    ends = call(aten.clamp.default, ctx.editor.reshape(ends, [math.prod(shape(ends))]), 0, tokens)
+    ends = ends if dtype(ends) == kind else call(aten._to_copy.default, ends, dtype=kind)
+    last = call(aten.full.default, [1], tokens, dtype=kind, device=_device(ctx))
+    return call(aten.cat.default, [ctx.editor.item(call(aten.sort.default, ends), 0), last], 0)
 
 
 def causal_mask(ctx: Context) -> fx.Node:

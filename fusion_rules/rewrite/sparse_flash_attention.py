@@ -20,13 +20,11 @@ from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Literal, Number
 from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
 from cannopy.fusion_rules.engine.spellings import CAST, RESHAPE, SWAP_HEADS, computed_weight, wrong_shape
 from cannopy.fusion_rules.engine.stop import describe
-from cannopy.fusion_rules.rewrite import positions
+from cannopy.fusion_rules.rewrite import lightning_indexer, positions
 from cannopy.fusion_rules.rewrite.attention_operands import unseen
 from cannopy.fx_passes.affine import Causal, causal, very_negative
-from cannopy.fx_passes.graph import aten, dtype, shape, where
+from cannopy.fx_passes.graph import aten, dtype, shape
 from cannopy.fx_passes.weight_plan import derived, preview, why_not_weight
-
-MINUS_INF = float("-inf")
 
 
 def _cache(name: str) -> Op:
@@ -35,43 +33,7 @@ def _cache(name: str) -> Op:
               Any(f"{name}_new"), name=name)
 
 
-def _index_scores() -> Pattern:
-    query = Through(Any("index_query"), over=())
-    keys = Through(op(aten.permute.default, _cache("index_key"), Literal([0, 2, 1])), over=(*CAST, *RESHAPE))
-    products = op(aten.matmul.default, Alt((op(aten._to_copy.default, query, dtype=Literal(torch.float32)), query)),
-                  keys, name="index_products")
-    scaled = Alt((op(aten.mul.Tensor, products, Number("index_scale"), commutative=True), products))
-    relu = op(aten.relu.default, scaled, name="per_head")
-    per_head = Alt((relu, op(aten.mul.Tensor, relu, Number("relu_scale"), commutative=True)))
-    weight = Alt((op(aten._to_copy.default, Any("head_weight"), dtype=Literal(torch.float32)), Any("head_weight")))
-    weights = Alt((
-        Through(op(aten.mul.Tensor, weight, Number("head_scale"), commutative=True), over=RESHAPE, name="weights"),
-        op(aten.reshape.default, weight, Any(), name="weights"),
-    ))
-    summed = Through(op(aten.matmul.default, weights, per_head), over=RESHAPE)
-    return Alt((Through(summed, name="scores"), Through(op(aten.mul.Tensor, summed, Number("score_scale")),
-                                                        name="scores")))
-
-
-def _selected() -> Pattern:
-    scores = _index_scores()
-    other = (op(aten.masked_fill.Scalar, scores, Any(), Number(), name="other_mask"),
-             op(aten.add.Tensor, scores, Any(), commutative=True, name="other_mask"))
-    once = Alt((scores, *other))
-    masked = Alt((
-        op(aten.masked_fill.Scalar, once, op(aten.bitwise_not.default, Any("index_mask")), Literal(MINUS_INF),
-           name="masked"),
-        op(aten.add.Tensor, once, Any("index_mask"), name="masked"),
-    ))
-    topk_args = (masked, Number("k"))
-    topk = Alt((
-        op(aten.topk.default, *topk_args, name="topk"),
-        op(aten.topk.default, *topk_args, Literal(-1), name="topk"),
-        op(aten.topk.default, *topk_args, Literal(-1), Literal(True), Any("sorted"), name="topk"),
-    ))
-    picks = Through(op(operator.getitem, topk, Literal(1)), over=CAST, name="picks")
-    all_true = op(aten.full.default, Any(), Literal(True), rest=True)
-    return Through(op(aten.scatter.value, all_true, Literal(-1), picks, Literal(False)), over=RESHAPE)
+INDEX_KEYS = Through(op(aten.permute.default, _cache("index_key"), Literal([0, 2, 1])), over=(*CAST, *RESHAPE))
 
 
 def _keys_and_values() -> tuple[Pattern, Pattern]:
@@ -91,9 +53,10 @@ def _keys_and_values() -> tuple[Pattern, Pattern]:
 
 KEYS, VALUES = _keys_and_values()
 
+HIDDEN = Through(lightning_indexer.marked(INDEX_KEYS, False), over=RESHAPE)
 MASK = Alt((
-    op(aten.bitwise_and.Tensor, Any("attention_mask"), op(aten.bitwise_not.default, _selected()), commutative=True),
-    op(aten.masked_fill.Scalar, Any("attention_mask"), _selected(), Any("fill", where=lambda value: (
+    op(aten.bitwise_and.Tensor, Any("attention_mask"), op(aten.bitwise_not.default, HIDDEN), commutative=True),
+    op(aten.masked_fill.Scalar, Any("attention_mask"), HIDDEN, Any("fill", where=lambda value: (
         None if very_negative(value) else f"{value}, too small to hide a key"), wants="-inf")),
 ))
 
@@ -130,11 +93,9 @@ def sizes(match: Match) -> dict[str, int]:
 
 
 def _masks(match: Match) -> Causal | Refusal:
-    s, other = sizes(match), match.get("other_mask")
-    if other is not None:
-        return Refusal(f"the scores of the indexer are masked twice: by {describe(other)} ({where(other)}) and by "
-                       f"{describe(match['masked'])} ({where(match['masked'])})", other, "mask", "one causal mask",
-                       "two masks", "choose among all keys that the causal mask leaves: no other mask on top")
+    s, refusal = sizes(match), lightning_indexer.wrong_mask(match)
+    if refusal is not None:
+        return refusal
     found = [causal(match[name], s["S"], s["L"]) for name in ("attention_mask", "index_mask")]
     for reason, name in zip(found, ("attention_mask", "index_mask"), strict=True):
         if isinstance(reason, str):
@@ -152,20 +113,12 @@ def _layout(match: Match) -> Refusal | None:
     """Every tensor has the shape that the formula above needs."""
     s = sizes(match)
     batch, heads, queries, length = s["B"], s["N"], s["S"], s["L"]
-    index_heads, index_dim = shape(match["index_query"])[-2:]
     rope = shape(match["rope"])[3]
     wanted: list[tuple[str, tuple[int, ...]]] = [
         ("latent", (batch, 1, length, s["rank"])),
         ("rope", (batch, 1, length, rope)),
         ("rope_keys", (batch, heads, length, rope)),
         ("expanded", (batch, heads, length, s["nope"] + s["value"])),
-        ("index_key", (batch, length, index_dim)),
-        ("index_query", (batch, queries, index_heads, index_dim)),
-        ("index_products", (batch, queries, index_heads, length)),
-        ("head_weight", (batch, queries, index_heads)),
-        ("weights", (batch, queries, 1, index_heads)),
-        ("scores", (batch, queries, length)),
-        ("picks", (batch, queries, match["k"])),
     ]
     for what, part, dims in zip(("without position", "rotated"), _queries(match), (s["nope"], rope), strict=True):
         if shape(part) != (batch, heads, queries, dims):
@@ -173,7 +126,8 @@ def _layout(match: Match) -> Refusal | None:
     for name, size in wanted:
         if shape(match[name]) != size:
             return wrong_shape(name, match[name], str(list(size)))
-    return None
+    key = (batch, length, shape(match["index_query"])[-1])
+    return lightning_indexer.wrong_layout(match, batch, queries, length, key)
 
 
 def check(match: Match, ctx: Context) -> Refusal | None:
@@ -184,10 +138,9 @@ def check(match: Match, ctx: Context) -> Refusal | None:
     past = _masks(match)
     if isinstance(past, Refusal):
         return past
-    for name in ("index_scale", "relu_scale", "head_scale", "score_scale"):
-        if not match.get(name, 1) > 0:
-            return Refusal(f"{name} is {match[name]}: only a positive factor leaves the top-k unchanged",
-                           match["per_head"], "constant", f"{name} > 0", f"{match[name]:g}", "use a positive scale")
+    refusal = lightning_indexer.not_positive(match)
+    if refusal is not None:
+        return refusal
     block = positions.block_size(sizes(match)["L"], ctx.block_size)
     if isinstance(block, str):
         return positions.block_refusal(block, match["latent"], sizes(match)["L"])
@@ -208,7 +161,7 @@ def _indexer_illegal(match: Match, ctx: Context, block: int) -> Refusal | None:
     args = (_fake(ctx, [tokens, heads, dim], dtype(match["index_query"])),
             _fake(ctx, [blocks, block, 1, dim], dtype(match["index_key"])),
             _fake(ctx, [tokens, heads], dtype(match["head_weight"])))
-    kwargs = _paged(ctx, s, block) | {"layout_key": "PA_BSND", "sparse_count": int(match["k"]), "sparse_mode": 3}
+    kwargs = _paged(ctx, s, block) | {"layout_key": "PA_BSND", "sparse_count": int(match["count"]), "sparse_mode": 3}
     kwargs["actual_seq_lengths_key"] = kwargs.pop("actual_seq_lengths_kv")
     given = {"query": match["index_query"], "key": match["index_key"], "weights": match["head_weight"]}
     return illegal("npu_lightning_indexer", args, kwargs, match["topk"], ctx, given)
@@ -220,7 +173,7 @@ def _attention_illegal(match: Match, ctx: Context, block: int) -> Refusal | None
     latent = _fake(ctx, [blocks, block, 1, s["rank"]], dtype(match["latent"]))
     q_nope, q_rope = _queries(match)
     args = (_fake(ctx, [tokens, s["N"], s["rank"]], dtype(q_nope)), latent, latent,
-            _fake(ctx, [tokens, 1, int(match["k"])], torch.int32), _scale(match))
+            _fake(ctx, [tokens, 1, int(match["count"])], torch.int32), _scale(match))
     kwargs = _paged(ctx, s, block) | {
         "query_rope": _fake(ctx, [tokens, s["N"], rope], dtype(q_rope)),
         "key_rope": _fake(ctx, [blocks, block, 1, rope], dtype(match["rope"])),
@@ -264,7 +217,7 @@ def _emit_indexer(match: Match, ctx: Context, block: int, ends: fx.Node, lengths
         _blocks(ctx, match["index_key"], s, block),
         reshape(match["head_weight"], [tokens, heads]),
         actual_seq_lengths_query=ends, actual_seq_lengths_key=lengths, block_table=table,
-        layout_query="TND", layout_key="PA_BSND", sparse_count=int(match["k"]), sparse_mode=3,
+        layout_query="TND", layout_key="PA_BSND", sparse_count=int(match["count"]), sparse_mode=3,
     )
     return call(operator.getitem, chosen, 0)
 

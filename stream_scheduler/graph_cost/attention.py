@@ -23,12 +23,14 @@ def prolog(node: fx.Node) -> Call:
 
 
 def _context(node: fx.Node, cache: Any) -> tuple[float, float]:
-    """(sequences, cached tokens of each) by the block table, or by the cache alone."""
+    """(sequences, tokens of each) by the block table, by the number of lengths of packed rows, or by the cache alone."""
     table = node.kwargs.get("block_table")
     if isinstance(table, fx.Node) and len(shape(table)) == 2:
         sequences, blocks = shape(table)
         return float(max(1, sequences)), float(max(1, blocks * shape(cache)[1]))
-    found = shape(cache)
+    found, ends = shape(cache), node.kwargs.get("actual_seq_lengths_query")
+    if len(found) == 3 and isinstance(ends, fx.Node):
+        return float(max(1, shape(ends)[0])), max(1.0, found[0] / max(1, shape(ends)[0]))
     return float(found[0]), float(max(1, found[-2]))
 
 

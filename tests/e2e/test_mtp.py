@@ -11,7 +11,12 @@ import pytest
 import torch
 
 import cannopy
-from cannopy.models.deepseek import Deepseek, DeepseekConfig
+from cannopy import api
+from cannopy.backend.host.activate import activate
+from cannopy.frontend.generation import Phase
+from cannopy.frontend.state import prepare_state
+from cannopy.models import zoo
+from cannopy.models.deepseek import Deepseek, DeepseekConfig, DeepseekDraft
 from cannopy.models.lively import lively_
 from cannopy.models.longcat import Longcat, LongcatConfig
 from cannopy.models.requests import Requests
@@ -89,3 +94,29 @@ def test_a_wrong_text_is_noticed(example: ModuleType, monkeypatch: pytest.Monkey
     monkeypatch.setattr(example, "greedy", lambda *_: [[0] * 99] * 3)
     with pytest.raises(SystemExit, match="the texts differ"):
         example.speculate(deepseek(), 3, 3, 8, cannopy.Options())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize(("name", "attention"), [("deepseek-v3.2", "sparse_flash_attention"),
+                                                 ("deepseek-r1", "fused_infer_attention")])
+def test_a_draft_of_published_head_sizes_fuses_as_a_layer_of_its_target(
+    name: str, attention: str, phase: Phase
+) -> None:
+    """(The residual of a prefill's last norm is not computed where the answers are picked first.)"""
+    activate()
+    target = zoo.build_serving(zoo.preset(name, "tiny"))
+    assert isinstance(target, Deepseek)
+    draft = lively_(DeepseekDraft(target).bfloat16(), 1).eval().requires_grad_(False)
+    requests = Requests(draft, 3, 1, 128)
+    requests.lengths = [5, 64, 126] if phase == "decode" else [0, 0, 0]
+    tokens = torch.zeros(3, 2, dtype=torch.long)
+    inputs = requests.decode_inputs(tokens) if phase == "decode" else requests.prefill_inputs(list(tokens), 2)
+    previous = torch.randn(len(inputs[0]), target.config.hidden_size).bfloat16()
+    args = (inputs[0], previous, *inputs[1:], requests.cache)
+    prepare_state(draft, args, {})
+    _, done = api.lower(draft, phase, args, {}, cannopy.Options(phase=phase, verify=False), {})
+    counts = done.log.counts()
+    key_side = "kv_rmsnorm_rope_cache" if (name, phase) == ("deepseek-r1", "prefill") else "mla_prolog"
+    assert {rule: counts.get(rule) for rule in (attention, key_side, "moe_experts", "moe_gating_top_k")} == {
+        attention: 1, key_side: 1, "moe_experts": 1, "moe_gating_top_k": 1}

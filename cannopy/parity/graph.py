@@ -61,7 +61,11 @@ class GraphParity:
         """
         with torch.no_grad(), Recorder() as recorder:
             ours = self._run(program)
-        plain, exact = self._reference(recorder.picks)
+        return self.compare(ours, recorder.picks)
+
+    def compare(self, ours: Values, picks: Sequence[Pick]) -> ParityReport:
+        """What a run gave that made ``picks``, next to eager."""
+        plain, exact = self._reference(picks)
         errors: list[ErrorParity] = [
             errors_of(name, ours.results[name], plain.results[name], exact.results[name]) for name in exact.results
         ]

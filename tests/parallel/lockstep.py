@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,51 +36,51 @@ class Rank:
 
 
 def run(programs: Sequence[Program], values: Sequence[Mapping[str, Tensor]],
-        joint: Mapping[Any, tuple[str, Joint]] | None = None) -> list[Rank]:
+        joint: Mapping[Any, tuple[str, Joint]] | None = None,
+        modes: Sequence[AbstractContextManager[Any]] = ()) -> list[Rank]:
     """Run rank r's program on ``values[r]`` (inputs by placeholder; weights of the plan are built from them).
 
-    ``joint``: further operators that exchange, with the name of the argument that holds the group.
+    ``joint``: further operators that exchange, with the name of the argument that holds the group. ``modes``: what
+    each rank's own calls stand in, entered for each of them.
     """
     kernels.register()
     table = {**_joint(), **(joint or {})}
+    modes = modes or [nullcontext()] * len(programs)
     inputs = [{k: v.clone() for k, v in own.items()} for own in values]
     memory: list[dict[fx.Node, Any]] = [{} for _ in programs]
     for nodes in zip(*(list(p.gm.graph.nodes) for p in programs), strict=True):
         assert len({(n.op, n.target if n.op == "call_function" else None) for n in nodes}) == 1, [*map(str, nodes)]
         if nodes[0].op == "placeholder":
             for node, own, program, known in zip(nodes, inputs, programs, memory, strict=True):
-                known[node] = own[node.name] if node.name in own else _weight(program, node, own)
+                known[node] = _weight(program, node.name, own)
         elif nodes[0].op == "call_function":
             arguments = [fx.node.map_arg((n.args, dict(n.kwargs)), known.__getitem__)
                          for n, known in zip(nodes, memory, strict=True)]
-            for known, node, result in zip(memory, nodes, _call(nodes, arguments, table), strict=True):
+            for known, node, result in zip(memory, nodes, _call(nodes, arguments, table, modes), strict=True):
                 known[node] = result
     last = [next(reversed(p.gm.graph.nodes)) for p in programs]
     return [Rank([known[n] for n in node.all_input_nodes], own)
             for node, known, own in zip(last, memory, inputs, strict=True)]
 
 
-def _weight(program: Program, node: fx.Node, own: Mapping[str, Tensor]) -> Tensor:
-    entry = next(e for e in program.weights if e.name == node.name)
-    found = {e.name: e for e in program.weights}
-    sources = [own[s] if s in own else _weight(program, program_input(program, s), own) for s in entry.sources]
-    assert found[node.name] is entry
-    return entry.build(sources)
+def _weight(program: Program, name: str, own: Mapping[str, Tensor]) -> Tensor:
+    if name in own:
+        return own[name]
+    entry = next(e for e in program.weights if e.name == name)
+    return entry.build([_weight(program, source, own) for source in entry.sources])
 
 
-def program_input(program: Program, name: str) -> fx.Node:
-    """The placeholder of that name."""
-    return next(n for n in program.gm.graph.find_nodes(op="placeholder") if n.name == name)
-
-
-def _call(nodes: Sequence[fx.Node], arguments: Sequence[Any], table: Mapping[Any, tuple[str, Joint]]) -> list[Any]:
+def _call(nodes: Sequence[fx.Node], arguments: Sequence[Any], table: Mapping[Any, tuple[str, Joint]],
+          modes: Sequence[AbstractContextManager[Any]]) -> list[Any]:
     found = table.get(nodes[0].target)
+    results: list[Any] = [None] * len(nodes)
     if found is None:
-        with torch.no_grad():
-            return [n.target(*args, **kwargs) for n, (args, kwargs) in zip(nodes, arguments, strict=True)]
+        for i, (node, (args, kwargs), mode) in enumerate(zip(nodes, arguments, modes, strict=True)):
+            with torch.no_grad(), mode:
+                results[i] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return results
     where, joint = found
     groups = [_argument(n, where) for n in nodes]
-    results: list[Any] = [None] * len(nodes)
     for name in dict.fromkeys(groups):
         ranks = members(name)
         assert [groups[r] for r in ranks] == [name] * len(ranks), f"not all of {ranks} are in {name}"

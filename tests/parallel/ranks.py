@@ -1,0 +1,123 @@
+"""Fused graphs of small models, cut for every rank of a layout, run side by side and compared with eager."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from cannopy import pipeline
+from cannopy.frontend.capture import capture
+from cannopy.frontend.serving import ServingCase
+from cannopy.fusion_rules import dialect
+from cannopy.fusion_rules.engine.apply import Log
+from cannopy.fusion_rules.parallel import stage
+from cannopy.fx_passes.manager import PassManager
+from cannopy.fx_passes.parallel import LAYOUT, Layout, Parallel
+from cannopy.fx_passes.paths import compile_path
+from cannopy.fx_passes.program import Program
+from cannopy.fx_passes.verifier import Verifier
+from cannopy.models import zoo
+from cannopy.options import Options
+from cannopy.parity.graph import GraphParity, Values
+from cannopy.parity.measure import ParityReport
+from cannopy.parity.picks import Recorder
+from cannopy.parity.serving import fill
+from tests.parallel import lockstep
+
+Call = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its fused graph for one die, and its call for a seed: other requests of the same shapes."""
+
+    model: torch.nn.Module
+    method: str
+    call: Callable[[int], Call]
+    program: Program
+
+
+@functools.lru_cache(maxsize=2)
+def serving(name: str, phase: str = "decode", next_n: int = 1, **sizes: Any) -> Case:
+    """The zoo's ``name`` in serving form, tiny, with ``sizes`` changed; caches hold random rows."""
+    preset = zoo.preset(name, "tiny")
+    model = zoo.build_serving(replace(preset, config={**preset.config, **sizes}))
+
+    def call(seed: int) -> Call:
+        args, _ = ServingCase(model, 2 if phase == "decode" else 1, 40, 128, seed, next_n).inputs(phase)  # type: ignore[arg-type]
+        fill(args[-1], seed)
+        return args
+
+    return of(model, phase, call)
+
+
+def of(model: torch.nn.Module, method: str, call: Callable[[int], Call], **options: Any) -> Case:
+    """``model`` with its fused graph; ``options`` are those of the compiler."""
+    program = capture(model, method, call(0), {})
+    dialect.register_all()
+    passes = pipeline.passes(pipeline.plan(Options(**options)), Log())
+    before = next(i for i, one in enumerate(passes) if one.name == "parallel")
+    PassManager(passes[:before]).run(program)
+    return Case(model, method, call, program)
+
+
+def cut(program: Program, parallel: str, rank: int) -> Program:
+    """The graph of one rank of a layout, verified."""
+    found = copy.deepcopy(program)
+    found.facts[LAYOUT] = Layout(Parallel.parse(parallel), rank)
+    verifier = Verifier(found)
+    stage.run(found, "atlas-a3")
+    verifier.verify(found)
+    return found
+
+
+def cuts(case: Case, parallel: str) -> list[Program]:
+    """The graphs of all ranks."""
+    return [cut(case.program, parallel, rank) for rank in range(Parallel.parse(parallel).dies)]
+
+
+def check(case: Case, parallel: str, joint: Mapping[Any, Any] | None = None) -> list[ParityReport]:
+    """Run all ranks of ``parallel`` on requests of their own (the same within a group of attn_tp), once."""
+    programs = cuts(case, parallel)
+    heads = Parallel.parse(parallel).attn_tp
+    calls = [case.call(rank // heads) for rank in range(len(programs))]
+    values = [_values(case, program, args) for program, args in zip(programs, calls, strict=True)]
+    recorders = [Recorder() for _ in programs]
+    found = lockstep.run(programs, values, joint, recorders)
+    return [
+        _Ran(case, args, program, rank, recorder).check(program)
+        for args, program, rank, recorder in zip(calls, programs, found, recorders, strict=True)
+    ]
+
+
+def _values(case: Case, program: Program, args: Call) -> dict[str, torch.Tensor]:
+    found = {s.name: compile_path(s.source)(case.model, args, {}).detach() for s in program.inputs}
+    return {s.name: found[s.name] if s.view is None else found[s.name].view(s.view) for s in program.inputs}
+
+
+class _Ran(GraphParity):
+    """Compares what a rank gave already."""
+
+    def __init__(self, case: Case, args: Call, program: Program, rank: lockstep.Rank, recorder: Recorder) -> None:
+        super().__init__(case.model, case.method, args, {}, program.inputs)
+        self._rank, self._recorder = rank, recorder
+
+    def check(self, program: Program) -> ParityReport:
+        """As `GraphParity.check`."""
+        return self.compare(self._run(program), self._recorder.picks)
+
+    def _run(self, program: Program) -> Values:
+        from cannopy.frontend import outputs
+        from cannopy.parity.graph import _results
+
+        args = copy.deepcopy(self.args)
+        for spec in program.inputs:
+            if spec.mutated:
+                compile_path(spec.source)(self.model, args, {}).copy_(self._rank.inputs[spec.name].view(spec.shape))
+        result = outputs.builder(program.output)(self._rank.outputs, self.model, args, {})
+        return Values(_results(result), self._state(self.model, args, {}))

@@ -222,6 +222,33 @@ def routing(**changes: Any) -> Call:
     return call | changes
 
 
+def dispatch(**changes: Any) -> Call:
+    call: Call = {
+        "x": t(6, 1024),
+        "expert_ids": t(6, 4, dtype=INT32),
+        "group_ep": "cannopy.ep.0.1.4",
+        "ep_world_size": 4,
+        "ep_rank_id": 1,
+        "moe_expert_num": 16,
+    }
+    return call | changes
+
+
+def combine(**changes: Any) -> Call:
+    call: Call = {
+        "expand_x": t(96, 1024),
+        "expert_ids": t(6, 4, dtype=INT32),
+        "assist_info_for_combine": t(96 * 128, dtype=INT32),
+        "ep_send_counts": t(16, dtype=INT32),
+        "expert_scales": t(6, 4, dtype=FP32),
+        "group_ep": "cannopy.ep.0.1.4",
+        "ep_world_size": 4,
+        "ep_rank_id": 1,
+        "moe_expert_num": 16,
+    }
+    return call | changes
+
+
 def gating(**changes: Any) -> Call:
     call: Call = {
         "x": t(6, 16, dtype=FP32),
@@ -292,6 +319,16 @@ LEGAL: dict[str, dict[str, Callable[[], Call]]] = {
         "static": lambda: routing(scale=t(1, dtype=FP32), offset=t(1, dtype=FP32), quant_mode=0),
         "key value": lambda: routing(expert_tokens_num_type=2),
         "drop": lambda: routing(drop_pad_mode=1, expert_capacity=5),
+    },
+    "npu_moe_distribute_dispatch_v2": {
+        "plain": dispatch,
+        "wide": lambda: dispatch(comm_alg="fullmesh_v2", tp_world_size=1),
+        "copies": lambda: dispatch(copy_expert_num=8, expert_ids=t(6, 12, dtype=INT32)),
+    },
+    "npu_moe_distribute_combine_v2": {
+        "plain": combine,
+        "shared": lambda: combine(shared_expert_x=t(6, 1024)),
+        "copies": lambda: combine(copy_expert_num=8, ori_x=t(6, 1024)),
     },
     "npu_moe_finalize_routing": {
         "all": finalize,

@@ -32,10 +32,13 @@ HOST_REFUSES = {
     ("npu_moe_init_routing_v2", "drop"),
     ("npu_mla_prolog_v3", "half quantised"),
     ("npu_mla_prolog_v3", "quantised"),
+    *(("npu_moe_distribute_dispatch_v2", variant) for variant in LEGAL["npu_moe_distribute_dispatch_v2"]),
+    *(("npu_moe_distribute_combine_v2", variant) for variant in LEGAL["npu_moe_distribute_combine_v2"]),
     *(("npu_fused_infer_attention_score_v2", variant) for variant in LEGAL["npu_fused_infer_attention_score_v2"]),
 }
-"""Legal calls that the CPU kernel does not compute, and two that are merely large. Fused attention is called with
-tensors for lengths, which torch_npu's own op does not take; its shapes are checked in its own tests."""
+"""Legal calls that the CPU kernel does not compute, and two that are merely large. Dispatch and combine run
+between processes, see tests/parallel/test_exchange.py. Fused attention is called with tensors for lengths, which
+torch_npu's own op does not take; its shapes are checked in its own tests."""
 
 
 def real(op: str, name: str, value: Any) -> Any:

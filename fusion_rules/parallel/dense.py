@@ -6,12 +6,10 @@ not gather, and add by all_reduce. Shared experts of mixtures stay whole.
 
 from __future__ import annotations
 
-from typing import cast
-
 from torch import fx
 
 from cannopy.fusion_rules.parallel.narrow import Narrow
-from cannopy.fusion_rules.parallel.places import dense_mlps
+from cannopy.fusion_rules.parallel.places import dense_mlps, operands
 from cannopy.fusion_rules.parallel.shards import Part
 from cannopy.fusion_rules.parallel.tokens import Rows
 from cannopy.fusion_rules.parallel.work import Work
@@ -32,10 +30,10 @@ def cut(work: Work) -> int:
 
 def _cut(work: Work, rows: Rows, part: Part, down: fx.Node) -> None:
     editor, narrow = work.editor, Narrow(work, KIND, rows)
-    x, weight, bias = (*cast("tuple[fx.Node, ...]", down.args), None)[:3]
+    x, weight, bias = operands(down)
     columns = part.of(shape(x)[-1], f"{KIND}: the intermediate width of an MLP", down)
     inner = narrow.of(x, -1, [columns])
     narrow.check(down)
     with editor.before(down):
-        partial = editor.call(aten.linear.default, inner, narrow.weight(cast(fx.Node, weight), 1, [columns]))
+        partial = editor.call(aten.linear.default, inner, narrow.weight(weight, 1, [columns]))
         editor.replace(down, rows.summed(partial, bias))

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from torch import fx
 
-from cannopy.fusion_rules.parallel.places import SWIGLU, pointwise
+from cannopy.fusion_rules.parallel.places import SWIGLU, operands, pointwise
 from cannopy.fusion_rules.parallel.shards import Piece, take
 from cannopy.fusion_rules.parallel.tokens import Rows, error
 from cannopy.fusion_rules.parallel.work import Work
@@ -44,7 +44,7 @@ class Narrow:
             if node.op == "placeholder":
                 self._made[key] = self.weight(node, key[1], pieces)
             else:
-                handler = self.handlers.get(node.target, _elementwise if pointwise(node) else _unknown)
+                handler = self.handlers.get(node.target, elementwise if pointwise(node) else _unknown)
                 with self.editor.before(node):
                     self._made[key] = handler(self, node, key[1], key[2])
                 self._seen.add(node)
@@ -91,10 +91,10 @@ def _unknown(narrow: Narrow, node: fx.Node, dim: int, pieces: Pieces) -> fx.Node
 
 
 def _linear(narrow: Narrow, node: fx.Node, dim: int, pieces: Pieces) -> fx.Node:
-    x, weight, bias = (*cast("tuple[fx.Node, ...]", node.args), None)[:3]
+    x, weight, bias = operands(node)
     if dim != len(shape(node)) - 1:
         return _unknown(narrow, node, dim, pieces)
-    parts = [narrow.wide(x), narrow.weight(cast(fx.Node, weight), 0, pieces)]
+    parts = [narrow.wide(x), narrow.weight(weight, 0, pieces)]
     if bias is not None:
         parts.append(narrow.weight(bias, 0, pieces))
     return narrow.editor.call(aten.linear.default, *parts)
@@ -109,7 +109,8 @@ def _swiglu(narrow: Narrow, node: fx.Node, dim: int, pieces: Pieces) -> fx.Node:
     return narrow.editor.call(node.target, narrow.of(x, dim, pieces), *node.args[1:], **node.kwargs)
 
 
-def _elementwise(narrow: Narrow, node: fx.Node, dim: int, pieces: Pieces) -> fx.Node:
+def elementwise(narrow: Narrow, node: fx.Node, dim: int, pieces: Pieces) -> fx.Node:
+    """An operation on operands that are broadcast to each other along ``dim``."""
     size, behind = shape(node)[dim], len(shape(node)) - dim
 
     def part(x: fx.Node) -> fx.Node:

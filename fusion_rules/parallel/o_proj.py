@@ -7,13 +7,12 @@ of all ranks of the group.
 from __future__ import annotations
 
 import math
-from typing import cast
 
 from torch import fx
 
 from cannopy.fusion_rules.parallel.collectives import all_to_all, reduce_scatter
 from cannopy.fusion_rules.parallel.narrow import Narrow
-from cannopy.fusion_rules.parallel.places import projections_of_attention
+from cannopy.fusion_rules.parallel.places import operands, projections_of_attention
 from cannopy.fusion_rules.parallel.shards import Part
 from cannopy.fusion_rules.parallel.work import Work
 from cannopy.fx_passes.graph import aten, shape
@@ -37,13 +36,13 @@ def cut(work: Work) -> int:
 
 def _cut(work: Work, group: Group, part: Part, node: fx.Node) -> None:
     editor = work.editor
-    x, weight, bias = (*cast("tuple[fx.Node, ...]", node.args), None)[:3]
+    x, weight, bias = operands(node)
     columns = part.of(shape(x)[-1], f"{KIND}: the columns of all heads", node)
     tokens, width = math.prod(shape(x)[:-1]), columns[1] - columns[0]
     with editor.before(node):
         apart = editor.call(aten.permute.default, editor.reshape(x, [tokens, group.size, width]), [1, 0, 2])
         swapped = all_to_all(editor, editor.reshape(apart, [group.size * tokens, width]), group)
-        matrix = Narrow(work, KIND).weight(cast(fx.Node, weight), 1, [columns])
+        matrix = Narrow(work, KIND).weight(weight, 1, [columns])
         total = reduce_scatter(editor, editor.call(aten.linear.default, swapped, matrix), group)
         total = total if bias is None else editor.call(aten.add.Tensor, total, bias)
         editor.replace(node, editor.reshape(total, shape(node)))

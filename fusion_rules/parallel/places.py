@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -48,6 +48,12 @@ def linears(program: Program, editor: Editor) -> list[fx.Node]:
     return [n for n in found if len(shape(cast(fx.Node, n.args[1]))) == 2 and not why_not_weight(program, n.args[1])]
 
 
+def operands(linear: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+    """Input, matrix and bias of a linear."""
+    x, weight = cast("tuple[fx.Node, fx.Node]", linear.args[:2])
+    return x, weight, cast("fx.Node | None", linear.args[2] if len(linear.args) > 2 else None)
+
+
 def behind_renames(node: fx.Node) -> fx.Node:
     """What ``node`` is once reshapes, copies and casts are looked through."""
     while is_call(node, *_RENAMES):
@@ -55,31 +61,27 @@ def behind_renames(node: fx.Node) -> fx.Node:
     return node
 
 
-def attends(node: fx.Node) -> bool:
-    """Whether the columns of ``node`` are those of attention: between the two there is no other projection."""
-    return _reaches(node, lambda n: called(n, ATTENTION) or is_call(n, aten._softmax.default))
-
-
-def _reaches(start: fx.Node, wanted: Callable[[fx.Node], bool]) -> bool:
+def attention_behind(node: fx.Node) -> fx.Node | None:
+    """The attention (or softmax) that the columns of ``node`` come from with no other projection in between."""
     seen: set[fx.Node] = set()
-    todo = [start]
+    todo = [node]
     while todo:
         node = todo.pop()
         if node in seen:
             continue
         seen.add(node)
-        if wanted(node):
-            return True
+        if called(node, ATTENTION) or is_call(node, aten._softmax.default):
+            return node
         if called(node, _PRODUCTS) or is_call(node, *_MOVES):
             todo.append(cast(fx.Node, node.args[0]))
         elif pointwise(node):
             todo += node.all_input_nodes
-    return False
+    return None
 
 
 def projections_of_attention(program: Program, editor: Editor) -> list[fx.Node]:
     """The linears that read what attention gives."""
-    return [n for n in linears(program, editor) if attends(cast(fx.Node, n.args[0]))]
+    return [n for n in linears(program, editor) if attention_behind(operands(n)[0]) is not None]
 
 
 def dense_mlps(program: Program, editor: Editor) -> list[fx.Node]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from cannopy.fusion_rules.parallel import dense, o_proj, vocabulary
+from cannopy.fusion_rules.parallel import dense, heads, o_proj, vocabulary
 from cannopy.fusion_rules.parallel.work import Work
 from cannopy.fx_passes.graph import Editor
 from cannopy.fx_passes.parallel import LAYOUT, Layout, ParallelError
@@ -29,6 +29,7 @@ Step = Callable[[Work], int]
 def steps() -> Mapping[str, Step]:
     """Each kind of cut by the group that it belongs to, in the order in which they are made."""
     return MappingProxyType({
+        heads.KIND: heads.cut,
         o_proj.KIND: o_proj.cut,
         dense.KIND: dense.cut,
         vocabulary.EMBEDDING: vocabulary.cut_embedding,

@@ -16,7 +16,7 @@ from torch import fx
 
 from cannopy.fusion_rules.parallel.collectives import all_gather, all_to_all
 from cannopy.fusion_rules.parallel.narrow import Narrow
-from cannopy.fusion_rules.parallel.places import heads_of_vocabulary
+from cannopy.fusion_rules.parallel.places import heads_of_vocabulary, operands
 from cannopy.fusion_rules.parallel.shards import Part
 from cannopy.fusion_rules.parallel.tokens import Rows
 from cannopy.fusion_rules.parallel.work import Work
@@ -61,11 +61,11 @@ def cut_head(work: Work) -> int:
 
 def _head(work: Work, rows: Rows, part: Part, node: fx.Node) -> None:
     editor, narrow = work.editor, Narrow(work, HEAD)
-    x, weight, bias = (*cast("tuple[fx.Node, ...]", node.args), None)[:3]
+    x, weight, bias = operands(node)
     columns = part.of(shape(node)[-1], f"{HEAD}: the vocabulary", node)
     tokens, size, width = math.prod(shape(node)[:-1]), part.parts, columns[1] - columns[0]
     with editor.before(node):
-        parts = [narrow.weight(cast(fx.Node, w), 0, [columns]) for w in (weight, bias) if w is not None]
+        parts = [narrow.weight(w, 0, [columns]) for w in (weight, bias) if w is not None]
         local = editor.call(aten.linear.default, rows.all(x), *parts)
         flat = editor.reshape(local, [rows.factor * tokens, width])
         exchange = all_gather if rows.same else all_to_all

@@ -14,11 +14,10 @@ from typing import Any, cast
 
 from torch import fx
 
-from cannopy.fusion_rules.contracts import check_call
 from cannopy.fusion_rules.parallel.narrow import Handler, Narrow, Pieces, elementwise, total
 from cannopy.fusion_rules.parallel.places import attention_behind, called, operands, projections_of_attention
 from cannopy.fusion_rules.parallel.shards import Part
-from cannopy.fusion_rules.parallel.tokens import Rows, after, error
+from cannopy.fusion_rules.parallel.tokens import Rows, after, error, legal
 from cannopy.fusion_rules.parallel.work import Work
 from cannopy.fx_passes.graph import aten, operator_named, shape
 
@@ -104,20 +103,11 @@ class _Attention:
             args[2] = narrow.weight(args[2], 1, [(a * width, b * width) for a, b in pieces])
             args[3] = narrow.weight(args[3], 0, pieces)
             new = narrow.editor.call(node.target, *args, **node.kwargs)
-            _legal(narrow, new)
+            legal(narrow.work, KIND, new)
             for item in [n for n in node.users if n.target is operator.getitem and n.args[1] not in (0, 1)]:
                 narrow.editor.replace(item, narrow.editor.item(new, cast(int, item.args[1])))
                 narrow.editor.graph.erase_node(item)
         return new
-
-
-def _legal(narrow: Narrow, node: fx.Node) -> None:
-    """`ParallelError` where the contract does not allow the part on the product."""
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-    name = cast(Any, node.target)._schema.name.partition("::")[2]
-    broken = check_call(name, args, kwargs, product=narrow.work.target)
-    if broken:
-        raise narrow.error(node, f"a part by heads is not legal: {'; '.join(map(str, broken))}")
 
 
 def _plain(narrow: Narrow, node: fx.Node, names: Sequence[str]) -> None:
@@ -153,7 +143,7 @@ def _with_parts(narrow: Narrow, node: fx.Node, at: int, pieces: Pieces, args: Se
     ropes = {k: narrow.of(cast(fx.Node, node.kwargs[k]), at, pieces) for k in named if node.kwargs.get(k) is not None}
     given = [parts.get(i, arg) for i, arg in enumerate(node.args)]
     new = narrow.editor.call(node.target, *given, **{**node.kwargs, **ropes, **changed})
-    _legal(narrow, new)
+    legal(narrow.work, KIND, new)
     return new
 
 
@@ -183,7 +173,7 @@ def _product(narrow: Narrow, node: fx.Node, dim: int, pieces: Pieces) -> fx.Node
         raise narrow.error(node, f"dimension {dim} of the product is not its batch")
     parts = [narrow.of(cast(fx.Node, x), perm[0], pieces) for x, perm in zip(node.args, perms[:2], strict=True)]
     new = narrow.editor.call(node.target, *parts, **node.kwargs)
-    _legal(narrow, new)
+    legal(narrow.work, KIND, new)
     return new
 
 

@@ -148,7 +148,8 @@ def _permute(narrow: Narrow, node: fx.Node, dim: int, pieces: Pieces) -> fx.Node
 
 
 def _slice(narrow: Narrow, node: fx.Node, dim: int, pieces: Pieces) -> fx.Node:
-    x, at, start, stop, step = (*cast("tuple[Any, ...]", node.args), *(0, 0, None, 1)[len(node.args) - 1 :])
+    given: tuple[Any, ...] = (*node.args, *(0, 0, None, 1)[len(node.args) - 1 :])
+    x, at, start, stop, step = given
     if at % len(shape(x)) != dim:
         if at % len(shape(x)) == 0 and narrow.factor > 1:
             return _unknown(narrow, node, dim, pieces)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import fx
 
+from cannopy.fusion_rules.contracts import check_call
 from cannopy.fusion_rules.parallel.collectives import all_gather, all_reduce, reduce_scatter
+from cannopy.fusion_rules.parallel.work import Work
 from cannopy.fx_passes.graph import Editor, aten, where
 from cannopy.fx_passes.parallel import Layout, ParallelError
 
@@ -26,6 +28,15 @@ def replicated(layout: Layout, kind: str) -> bool:
         raise ParallelError(f"{kind}={size} does not fit attn_tp={heads}: ranks have the same tokens within a group of "
                             f"attn_tp only, and {heads} / {size} is no whole number; take a divisor of {heads}")
     return heads > 1
+
+
+def legal(work: Work, kind: str, node: fx.Node) -> None:
+    """`ParallelError` where the contract of the operator that ``node`` calls forbids it on the product."""
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+    name = cast(Any, node.target)._schema.name.partition("::")[2]
+    broken = check_call(name, args, kwargs, product=work.target)
+    if broken:
+        raise error(work.layout, kind, node, f"the part is not legal on {work.target}: {'; '.join(map(str, broken))}")
 
 
 class Rows:

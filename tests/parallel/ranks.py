@@ -49,9 +49,13 @@ def serving(name: str, phase: str = "decode", next_n: int = 1, **sizes: Any) -> 
     model = zoo.build_serving(replace(preset, config={**preset.config, **sizes}))
 
     def call(seed: int) -> Call:
-        args, _ = ServingCase(model, 2 if phase == "decode" else 1, 40, 128, seed, next_n).inputs(phase)  # type: ignore[arg-type]
-        fill(args[-1], seed)
-        return args
+        source = ServingCase(model, 2 if phase == "decode" else 1, 40, 128, seed, next_n)
+        requests = source.new_requests()
+        fill(requests.cache, seed)
+        if phase == "prefill":  # without the padding, whose rows mean nothing
+            return (*requests.prefill_inputs(source.prompts()), requests.cache)
+        requests.lengths = source.prompt_lengths
+        return source.decode(source.ids("decode"), requests)[0]
 
     return of(model, phase, call)
 

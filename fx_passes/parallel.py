@@ -15,7 +15,10 @@ from typing import Any
 LAYOUT = "layout"
 """Key of `Program.facts`: the `Layout` of the graph, absent where it is for one die."""
 
-KINDS = ("attn_tp", "o_proj_tp", "dense_tp", "embed_tp", "lm_head_tp", "moe_tp", "ep")
+ROUTED_EP = "ep_routed"
+"""The ranks of ``ep`` once more, for tokens that go by all-to-all: dispatch and combine have ``ep`` to themselves."""
+
+KINDS = ("attn_tp", "o_proj_tp", "dense_tp", "embed_tp", "lm_head_tp", "moe_tp", "ep", ROUTED_EP)
 """Kinds of groups in the order in which all ranks create them."""
 
 
@@ -121,13 +124,13 @@ class Layout:
 
     def size(self, kind: str) -> int:
         """Ranks in each group of ``kind``."""
-        found: int = getattr(self.parallel, kind)
+        found: int = getattr(self.parallel, "ep" if kind == ROUTED_EP else kind)
         return found
 
     def group(self, kind: str) -> Group:
         """The group of ``kind`` that ``rank`` is in."""
         size, dies = self.size(kind), self.parallel.dies
-        if kind == "ep":
+        if kind in ("ep", ROUTED_EP):
             stride = dies // size
             return Group(kind, self.rank % stride, stride, size)
         return Group(kind, self.rank // size * size, 1, size)

@@ -320,6 +320,11 @@ LEGAL: dict[str, dict[str, Callable[[], Call]]] = {
         "key value": lambda: routing(expert_tokens_num_type=2),
         "drop": lambda: routing(drop_pad_mode=1, expert_capacity=5),
     },
+    "npu_moe_re_routing": {
+        "plain": lambda: {"tokens": t(8, 32), "expert_token_num_per_rank": t(2, 4, dtype=INT64)},
+        "scales": lambda: {"tokens": t(8, 32), "expert_token_num_per_rank": t(2, 4, dtype=INT64),
+                           "per_token_scales": t(8, dtype=FP32)},
+    },
     "npu_moe_distribute_dispatch_v2": {
         "plain": dispatch,
         "wide": lambda: dispatch(comm_alg="fullmesh_v2", tp_world_size=1),

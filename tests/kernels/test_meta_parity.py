@@ -51,6 +51,8 @@ def real(op: str, name: str, value: Any) -> Any:
         return torch.randn(value.shape).to(value.dtype)
     if name in ("actual_seq_lengths_query", "actual_seq_lengths_key", "actual_seq_lengths_kv", "actual_seq_len"):
         return torch.full(value.shape, 1 if "query" in name or "kv" in name or "key" in name else 6, dtype=value.dtype)
+    if name == "expert_token_num_per_rank":
+        return torch.ones(value.shape, dtype=value.dtype)
     return torch.zeros(value.shape, dtype=value.dtype)
 
 

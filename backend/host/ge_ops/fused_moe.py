@@ -64,6 +64,14 @@ def moe_finalize_routing(op: Op) -> Kernel:
     )
 
 
+def moe_re_routing(op: Op) -> Kernel:
+    """(rows, their scales, their old numbers, rows of each expert)."""
+    kind, idx_type = op.integer("expert_token_num_type", 1), op.integer("idx_type", 0)
+    return lambda tokens, counts, scales=None: torch.ops.npu.npu_moe_re_routing(
+        tokens, counts, per_token_scales=scales, expert_token_num_type=kind, idx_type=idx_type
+    )
+
+
 def grouped_matmul(op: Op) -> Kernel:
     """One output per y. torchair feeds an optional list that was not given as one tensor without elements."""
     if op.integer("dtype", -1) != -1 or op.flag("transpose_x", False):
@@ -100,4 +108,5 @@ OPS: dict[str, Builder] = {
     "MoeFinalizeRoutingV2": moe_finalize_routing_v2,
     "MoeGatingTopK": moe_gating_top_k,
     "MoeInitRoutingV3": moe_init_routing_v3,
+    "MoeReRouting": moe_re_routing,
 }

@@ -26,6 +26,7 @@ from .moe_distribute_dispatch_v2 import npu_moe_distribute_dispatch_v2
 from .moe_finalize_routing import npu_moe_finalize_routing
 from .moe_gating_top_k import npu_moe_gating_top_k
 from .moe_init_routing_v2 import npu_moe_init_routing_v2
+from .moe_re_routing import npu_moe_re_routing
 from .prefetch import npu_prefetch
 from .rms_norm import npu_rms_norm
 from .rotary_mul import npu_rotary_mul
@@ -50,6 +51,7 @@ KERNELS: tuple[Kernel, ...] = (
     npu_moe_finalize_routing,
     npu_moe_gating_top_k,
     npu_moe_init_routing_v2,
+    npu_moe_re_routing,
     npu_prefetch,
     npu_rms_norm,
     npu_rotary_mul,

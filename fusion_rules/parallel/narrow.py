@@ -60,9 +60,9 @@ class Narrow:
             raise self.error(node, f"only parameters can be cut, and {reason}")
         return take(self.work.program, self.editor, node, dim, pieces)
 
-    def wide(self, x: fx.Node) -> fx.Node:
+    def wide(self, x: fx.Node, reader: fx.Node) -> fx.Node:
         """The input of a projection with the rows of all ranks that share it."""
-        return x if self.rows is None else self.rows.all(x)
+        return x if self.rows is None else self.rows.all(x, reader)
 
     @property
     def factor(self) -> int:
@@ -94,7 +94,7 @@ def _linear(narrow: Narrow, node: fx.Node, dim: int, pieces: Pieces) -> fx.Node:
     x, weight, bias = operands(node)
     if dim != len(shape(node)) - 1:
         return _unknown(narrow, node, dim, pieces)
-    parts = [narrow.wide(x), narrow.weight(weight, 0, pieces)]
+    parts = [narrow.wide(x, node), narrow.weight(weight, 0, pieces)]
     if bias is not None:
         parts.append(narrow.weight(bias, 0, pieces))
     return narrow.editor.call(aten.linear.default, *parts)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from cannopy.fusion_rules.parallel import dense, heads, o_proj, vocabulary
+from cannopy.fusion_rules.engine.record import Log
+from cannopy.fusion_rules.parallel import dense, experts, heads, moe_tp, o_proj, vocabulary
 from cannopy.fusion_rules.parallel.work import Work
 from cannopy.fx_passes.graph import Editor
 from cannopy.fx_passes.parallel import LAYOUT, Layout, ParallelError
@@ -29,16 +30,20 @@ Step = Callable[[Work], int]
 def steps() -> Mapping[str, Step]:
     """Each kind of cut by the group that it belongs to, in the order in which they are made."""
     return MappingProxyType({
-        heads.KIND: heads.cut,
         o_proj.KIND: o_proj.cut,
+        heads.KIND: heads.cut,
         dense.KIND: dense.cut,
         vocabulary.EMBEDDING: vocabulary.cut_embedding,
         vocabulary.HEAD: vocabulary.cut_head,
+        moe_tp.KIND: moe_tp.cut,
+        experts.KIND: experts.cut,
     })
 
 
-def run(program: Program, target: str) -> int:
+def run(program: Program, target: str, way_of_experts: str = experts.AUTO, log: Log | None = None) -> int:
     """Cut ``program`` for the rank of its layout in place; the number of places, 0 where there is no layout.
+
+    ``way_of_experts``: one of `experts.WAYS`. ``log``: what the fusions did, for the errors.
 
     Raises:
         ParallelError: a cut that the layout asks for cannot be made; names the node and its source line.
@@ -46,7 +51,7 @@ def run(program: Program, target: str) -> int:
     layout: Layout | None = program.facts.get(LAYOUT)
     if layout is None or layout.parallel.dies == 1:
         return 0
-    work = Work(program, Editor(program.gm), layout, target)
+    work = Work(program, Editor(program.gm), layout, target, way_of_experts, log)
     cuts = {kind: step(work) for kind, step in steps().items() if layout.size(kind) > 1}
     for kind in (kind for kind, places in cuts.items() if not places):
         raise ParallelError(f"{kind}={layout.size(kind)} finds nothing to cut in this graph; leave {kind} out")

@@ -52,12 +52,13 @@ class Rows:
         """How many times as many rows `all` has."""
         return 1 if self.same else self.group.size
 
-    def all(self, x: fx.Node) -> fx.Node:
-        """[n, …]  →  the rows of all ranks of the group, those of the first rank first; gathered once per ``x``."""
+    def all(self, x: fx.Node, reader: fx.Node) -> fx.Node:
+        """[n, …]  →  the rows of all ranks of the group, those of the first rank first; gathered once per ``x``, for
+        ``reader`` first."""
         if self.same:
             return x
         if x not in self._gathered:
-            with self.editor.before(after(x), like=x):
+            with self.editor.before(after(x), like=reader):
                 self._gathered[x] = all_gather(self.editor, x, self.group)
         return self._gathered[x]
 

@@ -41,7 +41,7 @@ def _embedding(work: Work, rows: Rows, part: Part, node: fx.Node) -> None:
     first, end = part.of(shape(weight)[0], f"{EMBEDDING}: the vocabulary", node)
     with editor.before(node):
         matrix = Narrow(work, EMBEDDING).weight(weight, 0, [(first, end)])
-        own = editor.call(aten.sub.Tensor, rows.all(ids), first)
+        own = editor.call(aten.sub.Tensor, rows.all(ids, node), first)
         near = editor.call(aten.clamp.default, own, 0, end - first - 1)
         other = editor.call(aten.ne.Tensor, own, near)
         found = editor.call(aten.embedding.default, matrix, near)
@@ -66,7 +66,7 @@ def _head(work: Work, rows: Rows, part: Part, node: fx.Node) -> None:
     tokens, size, width = math.prod(shape(node)[:-1]), part.parts, columns[1] - columns[0]
     with editor.before(node):
         parts = [narrow.weight(w, 0, [columns]) for w in (weight, bias) if w is not None]
-        local = editor.call(aten.linear.default, rows.all(x), *parts)
+        local = editor.call(aten.linear.default, rows.all(x, node), *parts)
         flat = editor.reshape(local, [rows.factor * tokens, width])
         exchange = all_gather if rows.same else all_to_all
         blocks = editor.reshape(exchange(editor, flat, rows.group), [size, tokens, width])

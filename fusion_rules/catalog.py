@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cannopy.fusion_rules.engine.rule import Rule
 from cannopy.fusion_rules.lift import attention as lift_attention
+from cannopy.fusion_rules.lift import attention_written as lift_attention_written
 from cannopy.fusion_rules.lift import norm_scale as lift_norm_scale
 from cannopy.fusion_rules.lift import rms_norm as lift_rms_norm
 from cannopy.fusion_rules.lift import rotary as lift_rotary
@@ -16,6 +17,7 @@ from cannopy.fusion_rules.rewrite import (
     mla_prolog_rows,
     moe_experts,
     moe_experts_batched,
+    moe_finalize_add,
     moe_gating_top_k,
     sparse_flash_attention,
     sparse_flash_attention_packed,
@@ -27,6 +29,7 @@ LIFT: tuple[Rule, ...] = (
     *lift_norm_scale.RULES,
     *lift_rotary.RULES,
     lift_attention.RULE,
+    lift_attention_written.RULE,
 )
 """ATen spellings to dialect ops."""
 
@@ -41,11 +44,12 @@ REWRITE: tuple[Rule, ...] = (
     *moe_gating_top_k.RULES,
     *moe_experts.RULES,
     *moe_experts_batched.RULES,
+    moe_finalize_add.RULE,
     *swiglu.RULES,
 )
 """Composites to fused ops. The MLA prolog needs the fused attention to read its caches; where it takes none of the key
-side, that is for the rule behind it. The experts read the ids of the fused router, and their own gate and up products
-are theirs before `swiglu` looks for pairs of linears."""
+side, that is for the rule behind it. The experts read the ids of the fused router, what is added to their
+result is known after them, and their own gate and up products are theirs before `swiglu` looks for pairs of linears."""
 
 LOWER: tuple[Rule, ...] = (add_rms_norm.RULE, rms_norm.RULE, rotary_mul.RULE, interleave_rope.RULE)
 """Dialect ops to single device ops; the residual form of the norm comes before the plain one."""

@@ -65,8 +65,9 @@ class Family:
 
     ``attention``: through low-rank latents, with a norm each for queries and keys, with the indexer in addition, which
     rotates queries and keys of its own, or grouped queries; ``head_norms``: norms of q and k over the head dim;
-    ``scaled``: numbers behind both norms of the latents. ``attentions`` and ``mlps`` with a gate and an up projection
-    (shared experts included) per layer; the first ``dense`` layers have no ``experts``.
+    ``scaled``: numbers behind both norms of the latents; ``shortcut``: the experts are added behind a dense MLP.
+    ``attentions`` and ``mlps`` with a gate and an up projection (shared experts included) per layer; the first
+    ``dense`` layers have no ``experts``.
     ``by_hand``: kernels of a decode layer with experts as `BY_HAND` counts them.
     """
 
@@ -77,6 +78,7 @@ class Family:
     mlps: int = 1
     experts: bool = False
     dense: int = 0
+    shortcut: bool = False
     by_hand: Mapping[str, int] = field(default_factory=dict)
 
     def expected(self, form: Form, phase: Phase, layers: int) -> dict[str, int]:
@@ -96,6 +98,7 @@ class Family:
             "rotary_mul": count * halves,
             "moe_gating_top_k": routed,
             "moe_experts": routed,
+            "moe_finalize_add": routed * self.shortcut,
             "swiglu": layers * self.mlps,
         }
         return {rule: n for rule, n in rules.items() if n}
@@ -115,7 +118,8 @@ MODELS: Mapping[str, Family] = {
     "deepseek-v3.2": Family("indexed", experts=True, dense=1, by_hand=V32),
     "deepseek-r1": Family("latent", experts=True, dense=1, by_hand=R1),
     "kimi-k2": Family("latent", experts=True, dense=1, by_hand=R1),
-    "longcat-flash": Family("latent", scaled=True, attentions=2, mlps=2, experts=True, by_hand=LONGCAT),
+    "longcat-flash": Family("latent", scaled=True, attentions=2, mlps=2, experts=True, shortcut=True,
+                            by_hand=LONGCAT),
     "qwen2.5": Family("grouped"),
     "qwen3-moe": Family("grouped", head_norms=True, mlps=0, experts=True),
     "qwen3": Family("grouped", head_norms=True),

@@ -47,6 +47,8 @@ TABLE = {
                       "test_a_mutant_is_refused_with_its_reason_and_stays_right"),
     "moe_gating_top_k": _of(GATING, "test_fires_on_exact_forms", "test_fires_on_the_stock_router", "test_refuses"),
     "moe_experts": _of(EXPERTS, "test_fires_on_exact_forms", "test_fires_on_the_stock_block", "test_refuses"),
+    "moe_finalize_add": _of("rules/test_moe_finalize_add.py", "test_fires_on_exact_forms",
+                            "models/test_fusion_table.py::test_each_rule_applies_where_its_math_is", "test_refuses"),
     "swiglu": _of(SWIGLU, "test_merges_two_linears", "test_fires_on_the_stock_mlp", "test_refuses"),
     "add_rms_norm": _of(SINGLE, "test_add_rms_norm", COUNTS, "test_add_rms_norm"),
     "rms_norm": _of(NORMS, "test_rounding_before_or_after_gamma", COUNTS,

@@ -1,13 +1,12 @@
 """Tracing with Dynamo and AOTAutograd, nothing run and nothing left behind.
 
-This is the only module of the frontend that leans on torch internals whose shape differs between versions.
 `trace` calls the tracer below ``torch.compile``: no code object gets a cache entry, no entry appears in Dynamo's code
-maps, and the names that Dynamo installs into the globals of the traced function land in a copy of them.
+maps, and the names that Dynamo installs into the globals of the traced function land in a copy of them. What differs
+between versions of torch is in `fx_passes.compat`.
 """
 
 from __future__ import annotations
 
-import builtins
 import inspect
 import logging
 import traceback
@@ -22,7 +21,6 @@ import torch
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 from torch import fx
-from torch._dynamo import convert_frame
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import get_metrics_context
@@ -30,6 +28,8 @@ from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutatio
 from torch._dynamo.variables.torch_function import TorchFunctionModeStackVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._guards import CompileContext, TracingContext, compile_context, tracing
+
+from cannopy.fx_passes import compat
 
 _SETTINGS: dict[str, Any] = {
     "assume_static_by_default": True,
@@ -69,11 +69,10 @@ def _effects(side_effects: Any) -> list[Effect]:
             continue
         assigned = side_effects.store_attr_mutations.get(variable, {})
         changed = tuple(name for name, value in assigned.items() if not _restored(variable, name, value))
-        if assigned and not changed and not variable.is_base_vt_modified(side_effects):
+        if assigned and not changed and not compat.value_changed(variable, side_effects):
             continue
-        owner = _source_name(variable.source) if variable.source is not None else variable.python_type_name()
-        stacks = side_effects.mutation_user_stacks.get(variable) or [()]
-        found.append(Effect(owner, changed, stacks[-1]))
+        owner = compat.source_name(variable.source) if variable.source is not None else variable.python_type_name()
+        found.append(Effect(owner, changed, compat.mutation_stack(variable, side_effects)))
     return found
 
 
@@ -129,16 +128,10 @@ class _Backend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list[torch.Tensor]) -> fx.GraphModule:
         # Dynamo drops `grapharg` and its record of side effects as soon as the backend returns.
-        self.sources = [_source_name(n.meta["grapharg"].source) for n in _placeholders(gm)]
+        self.sources = [compat.source_name(n.meta["grapharg"].source) for n in _placeholders(gm)]
         self.effects = _effects(InstructionTranslator.current_tx().output.side_effects)
         self.gm, self.example_inputs, self.context = gm, list(example_inputs), TracingContext.get()
         return gm
-
-
-def _source_name(source: Any) -> str:
-    # A method up to torch 2.9, a property afterwards.
-    name = source.name
-    return str(name() if callable(name) else name)
 
 
 @contextmanager
@@ -184,28 +177,22 @@ def trace(method: types.MethodType, args: tuple[Any, ...], kwargs: Mapping[str, 
     values = frame_locals(function, (method.__self__, *args), kwargs)
     scope = dict(function.__globals__)
     backend = _Backend()
-    with _quiet_tracing(), compile_context(CompileContext(convert_frame.get_compile_id({}))), get_metrics_context():
-        out = convert_frame.compile_frame(
-            function.__code__,
-            scope,
-            dict(values),
-            builtins.__dict__,
-            function.__closure__ or (),
-            compiler_fn=backend,
-            one_graph=True,
-            restart_reasons=set(),
-        )
+    with (
+        _quiet_tracing(), compat.inputs_only(), compat.traceable_experts(),
+        compile_context(CompileContext(compat.TRACED)), get_metrics_context(),
+    ):
+        frame = compat.compile_frame(function, scope, dict(values), backend)
     if backend.gm is None or backend.context is None:
         return None
     effects = [e for e in backend.effects if e.owner != _keyword_dict(function) or e.attributes]
-    backend_id = str(backend.gm.meta["backend_id"])
+    graph = compat.graph_name(backend.gm, scope)
 
     def rebuild(outputs: Sequence[torch.Tensor]) -> Any:
         code = types.FunctionType(
-            out.bytecode,
-            {**scope, backend_id: lambda *_: tuple(outputs)},
+            frame.bytecode,
+            {**scope, graph: lambda *_: tuple(outputs)},
             argdefs=function.__defaults__,
-            closure=out.tracer_output.closure or (),
+            closure=frame.closure,
         )
         code.__kwdefaults__ = function.__kwdefaults__
         with torch.no_grad():

@@ -52,15 +52,24 @@ def moe_init_routing_v3(op: Op) -> Kernel:
 def moe_finalize_routing_v2(op: Op) -> Kernel:
     """y, with GE's order of inputs: rows, row index, skip1, skip2, bias, scales, expert index."""
     mode, k = op.integer("drop_pad_mode", 0), op.integer("k", op.integer("K", 1))
-    return lambda rows, row_idx, x1=None, x2=None, bias=None, scales=None, expert=None: (
-        torch.ops.npu.npu_moe_finalize_routing(rows, x1, x2, bias, scales, row_idx, expert, mode, k)
-    )
+
+    def kernel(
+        rows: Tensor, row_idx: Tensor, x1: Tensor | None = None, x2: Tensor | None = None, bias: Tensor | None = None,
+        scales: Tensor | None = None, expert: Tensor | None = None,
+    ) -> Tensor:
+        # k counts without scales only, and torch_npu 2.8 does not have it.
+        extra = {} if scales is not None else {"k": k}
+        return torch.ops.npu.npu_moe_finalize_routing(  # type: ignore[no-any-return]
+            rows, x1, x2, bias, scales, row_idx, expert, mode, **extra
+        )
+
+    return kernel
 
 
 def moe_finalize_routing(op: Op) -> Kernel:
     """y; the older op, for drop_pad_mode 0 with everything given."""
     return lambda rows, x1, x2, bias, scales, row_idx, expert: torch.ops.npu.npu_moe_finalize_routing(
-        rows, x1, x2, bias, scales, row_idx, expert, 0, scales.shape[1]
+        rows, x1, x2, bias, scales, row_idx, expert, 0
     )
 
 

@@ -13,7 +13,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
 
-.PHONY: help run test test-fast lint docs calibrate setup clean
+.PHONY: help run test test-fast lint docs calibrate compat setup clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -43,10 +43,13 @@ calibrate: $(READY) ## fit the cost model's constants and write docs/accuracy.md
 	@$(BIN)/python benchmarks/calibrate.py
 	@$(BIN)/python benchmarks/accuracy.py
 
+compat: $(READY) ## the main job and the core tests on torch 2.8 and 2.14, in environments of their own (gigabytes)
+	@TORCH_INDEX=$(TORCH_INDEX) $(BIN)/python tools/compat.py $(ARGS)
+
 setup: $(READY) ## only make .venv
 
 clean: ## remove .venv and everything generated
-	rm -rf .venv build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .compat build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(READY): pyproject.toml setup.py requirements/dev.txt requirements/torch.txt $(wildcard */__init__.py)
 	@command -v $(PYTHON) >/dev/null || { \

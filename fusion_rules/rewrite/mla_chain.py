@@ -9,7 +9,7 @@ Where elements come from is compared as strided views, so that heads may stand b
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any as Anything
 from typing import cast
@@ -54,7 +54,8 @@ class Turned:
 class Chain:
     """Everything that the operator takes the place of.
 
-    ``norms`` of queries and latents, ``key`` the rotated rows, ``up`` the last projection of the queries.
+    ``norms`` of queries and latents, ``key`` the rotated rows, ``up`` the last projection of the queries, ``down``
+    that of latents.
     """
 
     x: fx.Node
@@ -62,6 +63,7 @@ class Chain:
     norms: tuple[fx.Node, fx.Node]
     key: Turned
     up: fx.Node
+    down: fx.Node
 
     @property
     def shares_norm(self) -> bool:
@@ -121,7 +123,7 @@ def _down(match: Match, up: fx.Node, norm: fx.Node, key: Turned, tokens: int) ->
     if inputs[0] is not inputs[1]:
         return refused(down, "the query and the key/value chain read different hidden states")
     weights = dict(zip(DOWN, (cast(fx.Node, linear.args[1]) for linear in linears), strict=True))
-    return Chain(cast(fx.Node, inputs[0]), weights, (cast(fx.Node, low), norm), key, up)
+    return Chain(cast(fx.Node, inputs[0]), weights, (cast(fx.Node, low), norm), key, up, down)
 
 
 def refused(node: fx.Node, reason: str) -> Refusal:
@@ -174,8 +176,11 @@ def computed(match: Match, ctx: Context, found: Chain) -> Refusal | None:
 
 
 def not_legal(match: Match, ctx: Context, found: Chain, caches: Sequence[torch.Tensor], mode: str,
-              index: torch.Tensor | None = None) -> Refusal | None:
-    """The refusal of the operator's contract for ``caches`` (latents, rotated parts) in ``mode``."""
+              index: torch.Tensor | None = None, given: Mapping[str, fx.Node] | None = None) -> Refusal | None:
+    """The refusal of the operator's contract for ``caches`` (latents, rotated parts) in ``mode``.
+
+    ``given`` are the nodes of the caches by argument, where a refusal can point at them.
+    """
     batch, _, queries, _ = sizes(match)
     tokens, rope, empty = batch * queries, shape(match["q_rope"])[-1], ctx.editor.empty
     weights = {k: preview(ctx.editor, [found.weights[k]], recipe) for k, recipe in DOWN.items()}
@@ -186,7 +191,13 @@ def not_legal(match: Match, ctx: Context, found: Chain, caches: Sequence[torch.T
         *(cast(fx.Node, norm.args[1]).meta["val"] for norm in found.norms),
         empty([tokens, rope], sin), empty([tokens, rope], cos), *caches,
     )
-    return illegal("npu_mla_prolog_v3", args, _attributes(found, mode) | {"cache_index": index}, match.anchor, ctx)
+    tables = cast("tuple[fx.Node, ...]", found.key.node.args[1:3])
+    gammas = [cast(fx.Node, norm.args[1]) for norm in found.norms]
+    nodes = {"token_x": found.x, "weight_uk": match["w_uk"], "rmsnorm_gamma_cq": gammas[0],
+             "rmsnorm_gamma_ckv": gammas[1], "rope_cos": tables[0], "rope_sin": tables[1], **found.weights,
+             **(given or {})}
+    kwargs = _attributes(found, mode) | {"cache_index": index}
+    return illegal("npu_mla_prolog_v3", args, kwargs, found.down, ctx, nodes)
 
 
 def _attributes(found: Chain, mode: str) -> dict[str, Anything]:

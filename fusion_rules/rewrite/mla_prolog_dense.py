@@ -81,19 +81,20 @@ def check(match: Match, ctx: Context) -> Refusal | None:
     found = _found(match)
     if isinstance(found, Refusal):
         return found
-    for written in (found.latent, found.rope):
+    for name, written in (("latent", found.latent), ("rope", found.rope)):
         reason = rebind.why_not(ctx.program, written.cache, _blocks(match, written))
         if reason is None and rebind.write_of(written.cache) is None:
             reason = f"{written.cache.name} is not written back"
         if reason is not None:
-            return Refusal(f"cache: {reason}", written.new, "cache",
+            return Refusal(f"{name} cache: {reason}", written.new, "cache",
                            "a cache that is a graph input, written once and read after that", reason,
                            "pass a cache and write it once per call, before the attention reads it")
     batch, _, queries, _ = sizes(match)
     caches = [ctx.editor.empty(_blocks(match, w), w.cache.meta["val"].dtype) for w in (found.latent, found.rope)]
     index = ctx.editor.empty([batch * queries], torch.int64)
+    given = {"kv_cache": found.latent.cache, "kr_cache": found.rope.cache}
     return mla_chain.computed(match, ctx, found.chain) or mla_chain.not_legal(match, ctx, found.chain, caches, MODE,
-                                                                              index)
+                                                                              index, given)
 
 
 def _blocks(match: Match, written: Written) -> list[int]:

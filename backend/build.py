@@ -28,19 +28,17 @@ from cannopy.backend.cache.manifest import MANIFEST, SOURCE, TORCHAIR, CorruptEr
 from cannopy.backend.cache.manifest import artifact as read_artifact
 from cannopy.backend.cache.publish import publish
 from cannopy.backend.cache.store import Found
-from cannopy.backend.cache.text import DEVICE
 from cannopy.backend.emit import constant, emit
 from cannopy.backend.ge_graph import plan_check
 from cannopy.backend.options import BuildOptions
+from cannopy.backend.placing import nz_cast, on_meta, placed
 from cannopy.backend.runtime import CompiledModel, ExecutorFactory, GeneratedModule, MakeOutput, eager_executor
-from cannopy.backend.weights import FormatCast, WeightValueError
+from cannopy.backend.weights import WeightValueError
 from cannopy.fx_passes.paths import compile_path
 from cannopy.fx_passes.program import Program
 from cannopy.stream_scheduler import emission
 
 logger = logging.getLogger("cannopy.backend")
-_NZ = 29
-"""FRACTAL_NZ in CANN's format enumeration."""
 
 
 class CacheWarning(UserWarning):
@@ -227,12 +225,12 @@ def build(
     generated = GeneratedModule(artifact, _filename(found.path, artifact))
     work = torchair.WorkFolder()
     factory = _factory(options, work)
-    compiled = CompiledModel(artifact, model, generated, factory, make_output, _nz_cast())
+    compiled = CompiledModel(artifact, model, generated, factory, make_output, nz_cast())
     bound_args, bound_kwargs = tuple(args), dict(kwargs)
     log: list[str] = []
     if isinstance(factory, torchair.TorchairFactory):
         with torch.no_grad():
-            factory.compile(generated, compiled.trial(bound_args, bound_kwargs))
+            factory.compile(generated, on_meta(generated, compiled.trial(bound_args, bound_kwargs)))
         log = factory.log
     executor = compiled.executor()
     if isinstance(executor, torchair.Loaded):
@@ -312,7 +310,7 @@ def _load(
 ) -> CompiledModel:
     files = content.files
     try:
-        artifact = _placed(read_artifact(content.body, lambda name: files[name]), model)
+        artifact = placed(read_artifact(content.body, lambda name: files[name]), model)
     except (KeyError, TypeError, AttributeError, IndexError) as e:  # its digest is right, something else wrote it
         raise CorruptError(f"{MANIFEST} does not describe a compilation ({e!r})") from e
     work = torchair.WorkFolder()
@@ -320,19 +318,11 @@ def _load(
         if name.startswith(f"{TORCHAIR}/"):
             _write_work(work.path / name.removeprefix(f"{TORCHAIR}/"), data)
     generated = GeneratedModule(artifact, str(path / SOURCE))
-    compiled = CompiledModel(artifact, model, generated, _factory(options, work), make_output, _nz_cast())
+    compiled = CompiledModel(artifact, model, generated, _factory(options, work), make_output, nz_cast())
     start = time.perf_counter()
     compiled.executor()
     compiled.seconds["torchair"] = time.perf_counter() - start
     return compiled
-
-
-def _placed(artifact: Artifact, model: torch.nn.Module) -> Artifact:
-    """`artifact` for the devices of this process; it may have been compiled without weights, or on a host."""
-    here = "npu" if torchair.have_npu() else "cpu"
-    if any(p.is_meta for p in model.parameters()):
-        here = "meta"
-    return replace(artifact, devices={n: here if d == DEVICE else d for n, d in artifact.devices.items()})
 
 
 def _write_work(path: Path, data: bytes) -> None:
@@ -372,16 +362,3 @@ def _uncached(error: OSError, where: object) -> str:
     text = f"compile cache {place} not usable ({error}); running uncached"
     warnings.warn(text, CacheWarning, stacklevel=4)
     return text
-
-
-def _nz_cast() -> FormatCast | None:
-    """The cast to FRACTAL_NZ on a device; a host has no such format."""
-    if not torchair.have_npu():
-        return None
-    import torch_npu
-
-    def cast(t: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = torch_npu.npu_format_cast(t, _NZ)
-        return result
-
-    return cast

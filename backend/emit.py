@@ -190,6 +190,7 @@ def _bindings(program: Program, names: _Names) -> tuple[list[str], list[Attribut
     specs = {s.name: s for s in program.inputs}
     weights = {w.name for w in program.weights}
     written = _written(program)
+    owned = weights | {s.name for s in program.inputs if s.kind in ("parameter", "buffer")} - written
     arguments: list[str] = []
     attributes: dict[str, Attribute] = {}
     for node in program.gm.graph.nodes:
@@ -200,6 +201,8 @@ def _bindings(program: Program, names: _Names) -> tuple[list[str], list[Attribut
                 name = names.give(key, str(node.target))
                 attributes[key] = Attribute(name, str(node.target), "constant")
             names.of[node.name] = f"self.{attributes[key].name}"
+        elif node.op == "placeholder" and not node.users and node.name in owned:
+            continue  # the plan makes other weights of it, which the graph reads
         elif node.op == "placeholder" and node.name in weights:
             name = names.give(node.name, node.name)
             attributes[node.name] = Attribute(name, node.name, "weight")

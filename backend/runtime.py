@@ -14,7 +14,7 @@ from cannopy.backend.artifact import Artifact
 from cannopy.backend.call_check import CallCheck, mode, mode_text
 from cannopy.backend.guards import CallBinder, ConstantGuard, GuardError, LeafGuard, apply_view, check_tensor, laid_out
 from cannopy.backend.memory import Separation, extent
-from cannopy.backend.weights import FormatCast, WeightBinder, WeightMemory
+from cannopy.backend.weights import Change, FormatCast, WeightBinder, WeightMemory
 from cannopy.fx_passes.paths import PathLookupError, compile_path
 from cannopy.fx_passes.program import OutputSpec
 
@@ -36,6 +36,21 @@ class ExecutorFactory(Protocol):
     """Makes the executor of a generated module, again after weights have moved."""
 
     def __call__(self, generated: GeneratedModule) -> Executor: ...
+
+
+class Weights(Protocol):
+    """Who fills a generated module: `WeightBinder` from the model, `LoadedWeights` from a checkpoint."""
+
+    memory: WeightMemory
+
+    def bind(self, module: torch.nn.Module) -> None:
+        """Register every weight of `module`."""
+
+    def changed(self) -> Change:
+        """What happened to the weights since they were bound."""
+
+    def refresh(self, module: torch.nn.Module) -> None:
+        """Rebuild the derived weights."""
 
 
 class GeneratedModule:
@@ -89,12 +104,14 @@ class CompiledModel:
         make_executor: ExecutorFactory,
         make_output: MakeOutput,
         cast_nz: FormatCast | None = None,
+        weights: Weights | None = None,
     ) -> None:
         self.artifact = artifact
         self.report: dict[str, Any] = dict(artifact.report)
         self._model = model
         self._generated = generated
         self._make_executor = make_executor
+        self._make_output = make_output
         self._build_output = make_output(artifact.output)
         self._binder = CallBinder(getattr(model, artifact.method), artifact.form)
         self._constants = ConstantGuard(artifact.constants, self._binder)
@@ -107,7 +124,7 @@ class CompiledModel:
         self._separate = Separation([extent(s) for s in specs], self._writes)
         self._mode = mode()
         self._checks: list[tuple[CallCheck, list[int]]] = []
-        self._weights = WeightBinder(artifact, model, cast_nz)
+        self._weights: Weights = weights or WeightBinder(artifact, model, cast_nz)
         start = time.perf_counter()
         self._weights.bind(generated.instance)
         self.seconds = {"weights": time.perf_counter() - start}
@@ -117,6 +134,16 @@ class CompiledModel:
     def weight_memory(self) -> WeightMemory:
         """What derived weights took when this was made."""
         return self._weights.memory
+
+    def filled(self, artifact: Artifact, weights: Weights) -> CompiledModel:
+        """The same method with ``weights``, as ``artifact`` describes it; it takes this one's place."""
+        return CompiledModel(artifact, self._model, self._generated, self._make_executor, self._make_output,
+                             weights=weights)
+
+    @property
+    def eager(self) -> torch.nn.Module:
+        """The model that was compiled."""
+        return self._model
 
     @property
     def source(self) -> str:

@@ -6,13 +6,17 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from cannopy import layouts, pipeline, planning, prediction
+from cannopy import checkpoints, layouts, pipeline, planning, prediction
 from cannopy.backend import build as backend
+from cannopy.backend import load
+from cannopy.backend.checkpoint import Checkpoint
 from cannopy.backend.guards import GuardError
+from cannopy.backend.loaded_weights import LoadReport
 from cannopy.backend.options import BuildOptions
 from cannopy.backend.runtime import CompiledModel
 from cannopy.backend.torchair import PlanLostError, have_npu
@@ -46,12 +50,31 @@ class Compiled:
         self.timeline = report.pop(TIMELINE, None)
         self.report = CompileReport.from_dict(report)
         self._eager = eager
+        self._device: torch.device | None = None
+
+    def load(self, folder: Path | str, rename: checkpoints.Rename | None = None) -> LoadReport:
+        """Take the weights from the safetensors files in ``folder``, for a model whose parameters are on meta.
+
+        Only what this rank's graph reads is read: slices of parameters that are cut over dies, experts of this die,
+        each once, one after the other. The model itself stays on the meta device. Methods compiled from one model
+        share what they load from one folder. ``rename`` maps a name in the files to the model's, None where the model
+        has no such tensor; by default the zoo and models of `transformers` find published names themselves.
+
+        Raises:
+            cannopy.backend.checkpoint.CheckpointError: a tensor is missing, of another shape or not readable; names it
+                and its file. The compiled method is then as it was.
+        """
+        checkpoint = Checkpoint(folder)
+        self.model, weights = load.load(self.model, checkpoint, checkpoints.stored(self._eager, checkpoint, rename))
+        self._device = weights.device
+        self.report = dataclasses.replace(self.report, weights=dataclasses.asdict(weights.memory))
+        return weights.report
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return self.model(*args, **kwargs)
         except GuardError:  # nothing has run yet; a new static cache has no tensors before its first use
-            if not state.prepare_state(self._eager, args, kwargs, method=self.model.artifact.method):
+            if not state.prepare_state(self._eager, args, kwargs, self.model.artifact.method, self._device):
                 raise
         return self.model(*args, **kwargs)
 

@@ -25,7 +25,8 @@ from .twin import fake_copy, on_meta
 
 
 def prepare_state(
-    model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, method: str = "forward"
+    model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, method: str = "forward",
+    device: torch.device | None = None,
 ) -> int:
     """Allocates the tensors of uninitialised static caches among the arguments; returns how many layers it touched.
 
@@ -46,7 +47,7 @@ def prepare_state(
                 f"layer {index} of the static cache ({type(layer).__name__}) gets no tensors from {method}",
                 remedy="check that the call passes the cache that the model uses, with use_cache=True",
             )
-        _initialise(layer, twin, torch.device("meta") if on_meta(model) else None)
+        _initialise(layer, twin, device or (torch.device("meta") if on_meta(model) else None))
     return len(pending)
 
 

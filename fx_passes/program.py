@@ -71,8 +71,12 @@ class WeightEntry:
 
     def build(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The weight, contiguous, from the tensors at `sources` in that order."""
+        return self.expression(tensors).detach().contiguous()
+
+    def expression(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What the recipe gives, which may be a view of one of ``tensors``."""
         value: torch.Tensor = eval(self.recipe, {"torch": torch, "w": tuple(tensors)})  # noqa: S307 our own text
-        return value.detach().contiguous()
+        return value
 
 
 @dataclass

@@ -174,7 +174,7 @@ def _varying(coefs: tuple[int, ...], size: tuple[int, ...]) -> tuple[int, ...]:
 def _node(node: fx.Node, memo: dict[fx.Node, Value | None]) -> Value | None:
     size, kind = shape(node), node.meta["val"].dtype
     if node.op == "call_function":
-        for rule in (_source, _arithmetic, _comparison, _logic, _additive, _moved):
+        for rule in (_source, _arithmetic, _comparison, _logic, _additive, _triangle, _moved):
             found = rule(node, memo)
             if found is not None:
                 return found
@@ -237,23 +237,75 @@ def _logic(node: fx.Node, memo: dict[fx.Node, Value | None]) -> Value | None:
             rank = len(shape(node))
             return Mask(rank, tuple(t.aligned(rank) for t in (*a.terms, *b.terms)))
     if is_call(node, aten.bitwise_not.default, aten.logical_not.default):
-        inner = _evaluate(node.args[0], memo)
-        if isinstance(inner, Mask) and len(inner.terms) == 1:
-            term = inner.terms[0]
-            negative = Affine((0,) * len(term.coefs), -1).plus(term, -1)
-            return Mask(inner.rank, (negative,))
+        return _negated(_evaluate(node.args[0], memo))
     return None
 
 
 def _additive(node: fx.Node, memo: dict[fx.Node, Value | None]) -> Value | None:
-    """where(mask, 0, very negative): the mask in the form that is added to scores."""
-    if not is_call(node, aten.where.self) or not node.meta["val"].dtype.is_floating_point:
+    """where(mask, 0, very negative), or zeros filled with it: the mask in the form that is added to scores."""
+    if not node.meta["val"].dtype.is_floating_point:
+        return None
+    if is_call(node, aten._to_copy.default):
+        source = cast(fx.Node, node.args[0])
+        inner = _evaluate(source, memo) if source.meta["val"].is_floating_point() else None
+        return inner if isinstance(inner, Mask) else None
+    if is_call(node, aten.masked_fill.Scalar):
+        kept, hidden, fill = node.args
+        inner = _evaluate(hidden, memo) if constant(kept) == 0 and very_negative(fill) else None
+        return _negated(inner)
+    if not is_call(node, aten.where.self):
         return None
     condition, kept, dropped = node.args
     if constant(kept) != 0 or not very_negative(constant(dropped)):
         return None
     inner = _evaluate(condition, memo)
     return inner if isinstance(inner, Mask) else None
+
+
+def _negated(value: Value | None) -> Mask | None:
+    """True where the one condition of a mask is not."""
+    if not isinstance(value, Mask) or len(value.terms) != 1:
+        return None
+    term = value.terms[0]
+    return Mask(value.rank, (Affine((0,) * len(term.coefs), -1).plus(term, -1),))
+
+
+def _triangle(node: fx.Node, memo: dict[fx.Node, Value | None]) -> Value | None:
+    """A triangle of ones or True, asked for with a cast to bool, ``== 0``, ``!= 0`` or by itself; or one of -inf."""
+    size, kind = shape(node), node.meta["val"].dtype
+    if kind.is_floating_point:
+        inside = _inside(node) if very_negative(_filling(node)) else None
+        return None if inside is None else _negated(Mask(len(size), (inside,)))
+    if kind is not torch.bool:
+        return None
+    asked = is_call(node, aten._to_copy.default, aten.eq.Scalar, aten.ne.Scalar)
+    if asked and not is_call(node, aten._to_copy.default) and node.args[1] != 0:
+        return None
+    triangle = cast(fx.Node, node.args[0]) if asked else node
+    inside = _inside(triangle) if _filling(triangle) else None
+    if inside is None:
+        return None
+    found = Mask(len(size), (inside,))
+    return _negated(found) if is_call(node, aten.eq.Scalar) else found
+
+
+def _inside(node: fx.Node) -> Affine | None:
+    """Not negative in the triangle that tril or triu leaves of its operand; elsewhere the result is 0."""
+    while is_call(node, aten._to_copy.default):
+        node = cast(fx.Node, node.args[0])
+    if not is_call(node, aten.tril.default, aten.triu.default):
+        return None
+    diagonal = node.args[1] if len(node.args) > 1 else 0
+    lead = (0,) * (len(shape(node)) - 2)
+    lower = is_call(node, aten.tril.default)
+    return Affine((*lead, 1, -1), cast(int, diagonal)) if lower else Affine((*lead, -1, 1), -cast(int, diagonal))
+
+
+def _filling(node: fx.Node) -> bool | int | float | None:
+    """The number that a triangle is filled with, behind casts between floats."""
+    if is_call(node, aten._to_copy.default):
+        return _filling(cast(fx.Node, node.args[0])) if node.meta["val"].dtype.is_floating_point else None
+    return constant(node.args[0]) if is_call(node, aten.tril.default, aten.triu.default) else None
 
 
 def very_negative(value: object) -> bool:

@@ -190,7 +190,8 @@ class _Builder:
             for name in self.made.order[self.made.order.index(LIFT) + 1 :]:
                 self._group(name, kind.requires)
         elif stage.name == "parallel":
-            step = functools.partial(parallel.run, target=self.made.options.target)
+            step = functools.partial(parallel.run, target=self.made.options.target,
+                                     way_of_experts=stage.get("experts") or "auto", log=self.log)
             self._pass(stage.name, step, kind.requires, kind.ensures)
         elif stage.name == planning.STAGE:
             options = self.made.options

@@ -27,6 +27,9 @@ NORMAL, LIFTED, LEGAL, PLANNED = "normal form", "dialect", "legal", "plan"
 FEATURE_SWITCHES = ("auto", "force", "forbid")
 """What the features of a plan can be switched to: where they gain, wherever they are possible, nowhere."""
 
+EXPERT_WAYS = ("auto", "dispatch", "routing")
+"""How experts are spread over dies: as the product takes them, by dispatch and combine, or by all-to-alls."""
+
 FUSE = "fuse"
 """The stage whose options are the names of fusions."""
 
@@ -55,6 +58,10 @@ def _feature(value: str) -> str | None:
     return None if value in FEATURE_SWITCHES else "auto, force or forbid"
 
 
+def _experts(value: str) -> str | None:
+    return None if value in EXPERT_WAYS else "auto, dispatch or routing"
+
+
 def _share(value: str) -> str | None:
     try:
         return None if 0 <= float(value) < 1 else "a share of the time of a layer, from 0 to below 1"
@@ -81,7 +88,7 @@ STAGES: Mapping[str, StageKind] = {
     "normalise": StageKind(ensures=frozenset({NORMAL}), options={"rounds": _rounds}, repeats=True),
     "lift": StageKind(requires=frozenset({NORMAL}), ensures=frozenset({LIFTED})),
     FUSE: StageKind(requires=frozenset({NORMAL, LIFTED})),
-    "parallel": StageKind(requires=frozenset({LIFTED})),
+    "parallel": StageKind(requires=frozenset({LIFTED}), options={"experts": _experts}),
     "legalise": StageKind(requires=frozenset({LIFTED}), ensures=frozenset({LEGAL})),
     "weight-layout": StageKind(requires=frozenset({LEGAL})),
     "counters": StageKind(requires=frozenset({LEGAL})),

@@ -70,8 +70,9 @@ def test_groups_are_made_once_and_names_do_not_depend_on_what_was_made_before(tm
         return [g.name for g in process_groups.own_groups(more)]
 
     found = world.run(4, work, tmp_path)
-    assert found[0] == ["cannopy.o_proj_tp.0.1.4", "cannopy.dense_tp.0.1.2", "cannopy.ep.0.1.4"]
-    assert found[3] == ["cannopy.o_proj_tp.0.1.4", "cannopy.dense_tp.2.1.2", "cannopy.ep.0.1.4"]
+    experts = ["cannopy.ep.0.1.4", "cannopy.ep_routed.0.1.4"]
+    assert found[0] == ["cannopy.o_proj_tp.0.1.4", "cannopy.dense_tp.0.1.2", *experts]
+    assert found[3] == ["cannopy.o_proj_tp.0.1.4", "cannopy.dense_tp.2.1.2", *experts]
 
 
 def test_ranks_with_other_layouts_or_none_are_named(tmp_path: Path) -> None:
@@ -117,6 +118,21 @@ def test_a_rank_that_dies_or_hangs_in_a_collective_is_named(how: str, tmp_path: 
     for rank in (0, 1, 2):
         assert found[rank].startswith(f"RankError: rank {rank} stopped in "), found[rank]
         assert ": rank 3 has died or hangs (" in found[rank]
+
+
+def test_the_reason_of_a_rank_that_fails_reaches_the_others(tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        layout = Layout(Parallel.parse("dp=2,dense_tp=2"), rank)
+        process_groups.ensure(layout, 30.0, 10.0)
+        if rank == 1:
+            ranks.failed("ValueError: no such token")
+            time.sleep(3.0)
+            return
+        exchange.all_gather(torch.ones(2), exchange.group_of(layout.group("dense_tp").name), "this step")
+
+    first, _ = world.run(2, work, tmp_path, seconds=20.0, raises=True)
+    assert first == ("RankError: rank 0 stopped in this step with ranks 0-1: rank 1 failed: "
+                     "ValueError: no such token")
 
 
 def test_no_group_no_exchange(tmp_path: Path) -> None:

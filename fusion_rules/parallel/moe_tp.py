@@ -9,10 +9,6 @@ Ranks that have the same tokens (attn_tp) do not gather, and add by all_reduce. 
 
 from __future__ import annotations
 
-from typing import cast
-
-from torch import fx
-
 from cannopy.fusion_rules.parallel.mixtures import Mixture, mixtures, mlp
 from cannopy.fusion_rules.parallel.shards import Part, take
 from cannopy.fusion_rules.parallel.tokens import Rows, error, legal
@@ -49,7 +45,7 @@ def _cut(work: Work, rows: Rows, part: Part, m: Mixture) -> None:
         raise error(work.layout, KIND, m.end, "the experts are not written as the fusion moe_experts writes them")
     with editor.before(m.end, like=m.init):
         sent = editor.call(m.init.target, x, ids, **{**m.init.kwargs, "active_num": tokens * top_k})
-        out = mlp(work, m, editor.item(sent, 0), cast("tuple[fx.Node, fx.Node]", weights), editor.item(sent, 2))
+        out = mlp(work, m, editor.item(sent, 0), weights, editor.item(sent, 2))
         source = editor.item(sent, 1)
     with editor.before(m.end):
         if mode == DROPPED:

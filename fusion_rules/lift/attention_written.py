@@ -141,11 +141,11 @@ def _masked(node: fx.Node) -> tuple[fx.Node, Mask | None]:
         scores, hidden, fill = cast("tuple[fx.Node, fx.Node, float]", node.args)
         return (scores, Mask(hidden, float(fill), True)) if very_negative(fill) else (node, None)
     if is_call(node, aten.where.self):
-        condition, *sides = cast("tuple[fx.Node, fx.Node, fx.Node]", node.args)
-        for scores, other, hides in ((*sides, False), (*reversed(sides), True)):
-            fill = constant(other)
-            if fill is not None and very_negative(fill):
-                return scores, Mask(condition, float(fill), hides)
+        condition, first, second = cast("tuple[fx.Node, fx.Node, fx.Node]", node.args)
+        for scores, other, hides in ((first, second, False), (second, first, True)):
+            value = constant(other)
+            if value is not None and very_negative(value):
+                return scores, Mask(condition, float(value), hides)
         return node, None
     if is_call(node, aten.add.Tensor) and all(isinstance(a, fx.Node) for a in node.args) and not node.kwargs:
         scores, mask = sorted(cast("list[fx.Node]", node.args), key=lambda n: -math.prod(shape(n)))

@@ -74,6 +74,37 @@ def test_a_static_prefill_mask_has_no_symbol() -> None:
     assert found == Causal(None, 2)
 
 
+INF = float("-inf")
+TRIANGLES: dict[str, Callable[[], torch.Tensor]] = {
+    "lower": lambda: torch.ones(QUERIES, KEYS, dtype=torch.bool).tril(2),
+    "not upper": lambda: ~torch.ones(QUERIES, KEYS, dtype=torch.bool).triu(3),
+    "ones": lambda: torch.tril(torch.ones(1, 1, QUERIES, KEYS), 2) != 0,
+    "upper ones are 0": lambda: torch.triu(torch.ones(QUERIES, KEYS), 3) == 0,
+    "cast": lambda: torch.tril(torch.ones(QUERIES, KEYS), 2).bool(),
+    "numbers": lambda: torch.tril(torch.ones(QUERIES, KEYS, dtype=torch.int64), 2).bool(),
+    "added": lambda: torch.triu(torch.full((QUERIES, KEYS), INF), 3).bfloat16(),
+    "added, filled": lambda: torch.zeros(QUERIES, KEYS).masked_fill(torch.ones(QUERIES, KEYS).triu(3).bool(), INF),
+}
+
+
+@pytest.mark.parametrize("name", TRIANGLES)
+def test_a_triangle_is_causal(name: str) -> None:
+    assert _mask(lambda past: TRIANGLES[name](), torch.tensor(0)) == Causal(None, 2)
+
+
+@pytest.mark.parametrize("fn", [
+    lambda: torch.tril(torch.ones(QUERIES, KEYS), 2) == 0,
+    lambda: torch.triu(torch.ones(QUERIES, KEYS), 3).bool(),
+    lambda: torch.tril(torch.full((QUERIES, KEYS), INF), 2),
+    lambda: torch.triu(torch.full((QUERIES, KEYS), -100.0), 3),
+    lambda: torch.tril(torch.zeros(QUERIES, KEYS), 2) != 0,
+    lambda: torch.tril(torch.full((QUERIES, KEYS), 0.5), 2).long().bool(),
+    lambda: torch.full((QUERIES, KEYS), INF).masked_fill(torch.ones(QUERIES, KEYS).tril(2).bool(), -INF),
+], ids=range(7))
+def test_other_triangles_are_refused(fn: Callable[[], torch.Tensor]) -> None:
+    assert isinstance(_mask(lambda past: fn(), torch.tensor(0)), str)
+
+
 def _strict(past: torch.Tensor) -> torch.Tensor:
     q, k = _positions(past)
     return k < q

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +12,11 @@ import torch
 
 from cannopy.backend.cache.agree import RankError, ranks_text
 
+logger = logging.getLogger("cannopy.backend")
+
 _GRACE = 5.0
 """Seconds in which ranks that have seen a failure say so; who says nothing is missing."""
-_STOPPED, _MISSING = "cannopy/stopped", "cannopy/missing"
+_STOPPED, _MISSING, _FAILED = "cannopy/stopped", "cannopy/missing", "cannopy/failed"
 
 
 def lost(group: Any, what: str, error: BaseException) -> RankError:
@@ -41,9 +44,33 @@ def lost(group: Any, what: str, error: BaseException) -> RankError:
         gone = str(e).splitlines()[0]
         return RankError(f"rank {rank} stopped in {what} with {ranks_text(members)}: {reason}; the store of "
                          f"torch.distributed is gone as well, so rank 0 or torchrun has ended ({gone})")
+    failed = _reasons(store, members)
+    if failed and not missing:
+        return RankError(f"rank {rank} stopped in {what} with {ranks_text(members)}: {failed}")
     who = f"{ranks_text(missing)} {'has' if len(missing) == 1 else 'have'} died or hang{'s' * (len(missing) == 1)}"
     return RankError(f"rank {rank} stopped in {what} with {ranks_text(members)}: "
                      f"{who if missing else 'the connection was lost'} ({reason})")
+
+
+def failed(reason: str) -> None:
+    """Tell the other ranks that this one ends, and why: those that wait for it in a collective end as well."""
+    c10d: Any = torch.distributed.distributed_c10d
+    rank = torch.distributed.get_rank()
+    try:
+        store = c10d._get_default_store()
+        if not store.check([f"{_STOPPED}/{rank}"]):  # a collective that failed has told already
+            store.set(f"{_FAILED}/{rank}", reason)
+            store.set(f"{_MISSING}/{rank}", "[]")
+            store.set(f"{_STOPPED}/{rank}", reason)
+    except RuntimeError as e:
+        logger.debug("could not tell the other ranks: %s", e)
+
+
+def _reasons(store: Any, members: Sequence[int]) -> str:
+    """Which members have failed by themselves, and why."""
+    keys = {m: f"{_FAILED}/{m}" for m in members}
+    found = [f"rank {m} failed: {store.get(key).decode()}" for m, key in keys.items() if store.check([key])]
+    return "; ".join(found)
 
 
 def raise_if_stopped(group: Any) -> None:

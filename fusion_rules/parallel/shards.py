@@ -6,6 +6,7 @@ A slice stands directly on the parameter wherever that is possible, so that a lo
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -88,9 +89,9 @@ def _below(program: Program, editor: Editor, weight: fx.Node, entry: WeightEntry
     if join is not None:
         return _below_join(program, editor, weight, entry, sources, join, dim, pieces)
     if len(sources) == 1:
-        inner = _walked(editor, sources[0], entry.recipe, dim)
+        inner = _walked(sources[0], entry.recipe, dim)
         if inner is not None:
-            return _rebuilt(program, editor, weight, entry, sources[0], (dim, inner), pieces)
+            return _rebuilt(program, editor, weight, entry, sources[0], (dim, *inner), pieces)
     return None
 
 
@@ -136,40 +137,53 @@ def _below_join(program: Program, editor: Editor, weight: fx.Node, entry: Weight
     return parts[0] if len(parts) == 1 and not entry.nz else _cat(program, editor, name, parts, at, entry.nz)
 
 
-def _walked(editor: Editor, source: fx.Node, recipe: str, dim: int) -> int | None:
-    """The dimension of ``source`` that dimension ``dim`` of the recipe's result runs over in full; None if none is.
+def _view(source: fx.Node, size: Sequence[int], recipe: str) -> torch.Tensor | None:
+    """What ``recipe`` makes of a source of that size, on the meta device; None where it does not fit."""
+    base = torch.empty(list(size), dtype=source.meta["val"].dtype, device="meta")
+    try:
+        result = cast(torch.Tensor, eval(recipe, {"torch": torch, "w": (base,)}))  # noqa: S307 our own text
+    except RuntimeError:  # a size in the text is another one
+        return None
+    return result if result is base or result._base is base else None
 
-    Only recipes that make a view: its strides tell which elements of the source each index reaches.
+
+def _walked(source: fx.Node, recipe: str, dim: int) -> tuple[int, int] | None:
+    """(dimension of ``source``, n): dimension ``dim`` of the recipe's result runs over it in full, in steps of n.
+
+    Only recipes that make a view: its strides tell which elements of the source each index reaches. Steps of more than
+    one (heads, say, of a matrix with rows of each) only in the first dimension of the source.
     """
-    def build() -> torch.Tensor:
-        return torch.empty(shape(source), dtype=source.meta["val"].dtype, device="meta")
-
-    base = build()
-    result = cast(torch.Tensor, eval(recipe, {"torch": torch, "w": (base,)}))  # noqa: S307 our own text
-    if result._base is not base and result is not base:
+    base, result = torch.empty(shape(source), device="meta"), _view(source, shape(source), recipe)
+    if result is None:
         return None
     for inner, (size, stride) in enumerate(zip(base.shape, base.stride(), strict=True)):
-        begins = result.storage_offset() // stride % size == 0
-        if (size, stride) == (result.shape[dim], result.stride(dim)) and size > 1 and begins:
-            return inner
+        step = size // result.shape[dim]
+        whole = (result.shape[dim] * step, step * stride) == (size, result.stride(dim))
+        if whole and size > 1 and (step == 1 or inner == 0) and result.storage_offset() // stride % size < step:
+            return inner, step
     return None
 
 
 def _rebuilt(program: Program, editor: Editor, weight: fx.Node, entry: WeightEntry, source: fx.Node,
-             dims: tuple[int, int], pieces: Sequence[Piece]) -> fx.Node | None:
-    """The recipe on a part of its source, where it means the same there: other sizes may be written in its text."""
-    dim, inner = dims
+             dims: tuple[int, int, int], pieces: Sequence[Piece]) -> fx.Node | None:
+    """The recipe on a part of its source, where it means the same there; a size in its text may have to change."""
+    dim, inner, step = dims
     size = sum(stop - start for start, stop in pieces)
-    smaller = list(shape(source))
-    smaller[inner] = size
-    base = torch.empty(smaller, dtype=source.meta["val"].dtype, device="meta")
-    try:
-        result = cast(torch.Tensor, eval(entry.recipe, {"torch": torch, "w": (base,)}))  # noqa: S307 our own text
-    except RuntimeError:  # a size in the text does not fit any more
-        return None
-    wanted = list(shape(weight))
-    wanted[dim] = size
-    if list(result.shape) != wanted or result.stride(dim) != base.stride(inner):
-        return None
-    part = take(program, editor, source, inner, pieces)
-    return derived(program, editor, f"{weight.name}_part", [part], entry.recipe, entry.nz)
+    smaller, wanted = list(shape(source)), list(shape(weight))
+    smaller[inner], wanted[dim] = size * step, size
+    whole, strides = _view(source, shape(source), entry.recipe), torch.empty(smaller, device="meta").stride()
+    for recipe in [entry.recipe, *(_with_size(entry.recipe, shape(weight)[dim], size) if inner == 0 else ())]:
+        result = _view(source, smaller, recipe)
+        if result is None or whole is None or list(result.shape) != wanted:
+            continue
+        same = (result.stride(), result.storage_offset()) == (whole.stride(), whole.storage_offset())
+        if result.stride(dim) == step * strides[inner] and (same or (inner > 0 and recipe == entry.recipe)):
+            part = take(program, editor, source, inner, [(a * step, b * step) for a, b in pieces])
+            return derived(program, editor, f"{weight.name}_part", [part], recipe, entry.nz)
+    return None
+
+
+def _with_size(recipe: str, old: int, new: int) -> list[str]:
+    """``recipe`` with one of its numbers ``old`` replaced by ``new``, for each of them."""
+    places = [m.span() for m in re.finditer(r"\b\d+\b", recipe) if m.group() == str(old)]
+    return [f"{recipe[:a]}{new}{recipe[b:]}" for a, b in places]

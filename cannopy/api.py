@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cannopy import checkpoints, layouts, pipeline, planning, prediction
+from cannopy import checkpoints, layouts, memory, pipeline, planning, prediction
 from cannopy.backend import build as backend
 from cannopy.backend import load
 from cannopy.backend.checkpoint import Checkpoint
@@ -184,8 +184,8 @@ def _build(
 
 
 def _finished(compiled: CompiledModel, model: torch.nn.Module, timings: Mapping[str, float]) -> Compiled:
-    memory = dataclasses.asdict(compiled.weight_memory)
-    compiled.report = {**compiled.report, "timings": dict(timings), "weights": memory}
+    taken = dataclasses.asdict(compiled.weight_memory)
+    compiled.report = {**compiled.report, "timings": dict(timings), "weights": taken}
     return Compiled(compiled, model)
 
 
@@ -262,4 +262,5 @@ def _report(
     )
     planned = program.facts.get(planning.PLANNED)
     report.schedule |= planned.report() if planned else prediction.times(prediction.predict(program, target)[0])
+    report.memory = memory.of(program, target).to_dict()
     return {**report.to_dict(), TIMELINE: planned.picture() if planned else None}

@@ -45,7 +45,8 @@ class CompileReport:
     nodes_after, changes} in order. ``regions`` {layers, captured, reason}: layers in lists of layers, how many of them
     were captured, and why all of them where some could have been left out. ``weights`` {derived, bytes, shared_bytes,
     source_bytes}: weights made from the model's at load time, their memory, what of it another compiled method had
-    already, and what they were made from.
+    already, and what they were made from. ``memory``: bytes of one die (`cannopy.memory.DieMemory`): weights, caches,
+    inputs, buffers, activations, reserved, total, capacity, fits, and buffsize_mb {group: HCCL_BUFFSIZE}.
     """
 
     fusions: dict[str, int] = field(default_factory=dict)
@@ -65,6 +66,7 @@ class CompileReport:
     pipeline: str = ""
     regions: dict[str, Any] = field(default_factory=dict)
     weights: dict[str, int] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(

@@ -46,6 +46,9 @@ def headline(report: CompileReport) -> str:
     line = plan_line(report.schedule)
     if line:
         text += f"\n{line}"
+    line = memory_line(report.memory)
+    if line:
+        text += f"\n{line}"
     cache = report.cache
     if cache:
         reason = f" ({_shortened(cache['reason'])})" if cache.get("reason") else ""
@@ -67,6 +70,17 @@ def plan_line(schedule: Mapping[str, Any]) -> str:
              f"{schedule['super_kernels']} SuperKernels" if schedule["super_kernels"] else ""]
     made = ", ".join(part for part in parts if part) or "one stream, nothing else gains"
     return f"{text}, {serial / 1000:.3g} ms on one stream\nplan: {made}"
+
+
+def memory_line(found: Mapping[str, Any]) -> str:
+    """What the graph takes of the HBM of a die; "" without figures."""
+    if not found:
+        return ""
+    parts = [f"{name} {found[name] / 1e9:.3g}" for name in ("weights", "caches", "buffers", "activations", "reserved")]
+    text = (f"memory per die, GB: {', '.join(parts)}; {found['total'] / 1e9:.3g} of {found['capacity'] / 1e9:.3g}, "
+            f"{'fits' if found['fits'] else 'does not fit'}")
+    sizes = [f"{kind} {mb}" for kind, mb in found["buffsize_mb"].items()]
+    return text + (f"\nHCCL_BUFFSIZE of each group, MB: {', '.join(sizes)}" if sizes else "")
 
 
 def layer_kinds(hits: Iterable[Mapping[str, Any]]) -> list[tuple[str, dict[str, int]]]:

@@ -8,6 +8,7 @@ takes every (dies / ep)-th rank, so that those who share experts by ``moe_tp`` a
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -105,6 +106,12 @@ class Group:
     def name(self) -> str:
         """The name in graphs and of the process group: the same in every process that has this layout."""
         return f"cannopy.{self.kind}.{self.first}.{self.stride}.{self.size}"
+
+
+def ranks_of(name: str) -> int | None:
+    """Ranks in the group called ``name`` (`Group.name`); None for another name."""
+    found = re.fullmatch(r"cannopy\.\w+\.\d+\.\d+\.(\d+)", name)
+    return int(found[1]) if found else None
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from cannopy.fx_passes.parallel import ranks_of
 from cannopy.stream_scheduler.graph_cost.shapes import Call, argument, itemsize, numel, rows, width
 
 Pricer = Callable[[fx.Node], Call]
@@ -133,8 +134,8 @@ def _ranks(node: fx.Node, kernel: str, before: float, after: float) -> float:
         return after / before
     if kernel == "reduce_scatter":
         return before / after
-    sizes = [int(a) for a in node.args if isinstance(a, int) and not isinstance(a, bool)]
-    return float(sizes[-1]) if sizes else 2.0
+    splits = node.args[1] if kernel == "all_to_all" and isinstance(node.args[1], (list, tuple)) else ()
+    return float(ranks_of(str(node.args[-1])) or len(splits) or 2)
 
 
 ELEMENTWISE = (

@@ -113,3 +113,24 @@ def test_fused_operators_that_the_rules_emit_have_formulas() -> None:
     assert "npu_rms_norm" in {name.removeprefix("npu.") for name in emitted}
     names = {f"npu.{name.removeprefix('npu.')}" for name in emitted if not name.startswith("aten")}
     assert not names - set(TABLE)
+
+
+def test_collectives_have_the_size_of_their_group() -> None:
+    c10d, name = torch.ops._c10d_functional, "cannopy.o_proj_tp.8.1.8"
+    g = Graph()
+    x = g.tensor("x", 16, 512)
+
+    def call(target: object, shape: tuple[int, ...], *args: object) -> fx.Node:
+        node = g.graph.call_function(target, (x, *args, name))  # type: ignore[arg-type]
+        node.meta["val"] = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        return node
+
+    gathered = call(c10d.all_gather_into_tensor.default, (128, 512), 8)
+    exchanged = call(c10d.all_to_all_single.default, (16, 512), [2] * 8, [2] * 8)
+    summed = call(c10d.all_reduce.default, (16, 512), "sum")
+    scattered = call(c10d.reduce_scatter_tensor.default, (2, 512), "sum", 8)
+    for node, kernel, rows in ((gathered, "all_gather", 16), (exchanged, "all_to_all", 16), (summed, "all_reduce", 16),
+                               (scattered, "reduce_scatter", 2)):
+        found = call_of(node)
+        assert (found.kernel, found.sizes) == (kernel, {"ranks": 8, "bytes_per_rank": rows * 512 * 2}), kernel
+        assert found.known

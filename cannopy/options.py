@@ -96,7 +96,7 @@ class Options:
                 object.__setattr__(self, name, Path(value))
         rules: Any = self.rules
         object.__setattr__(self, "rules", tuple(map(Path, (rules,) if isinstance(rules, str | Path) else rules)))
-        object.__setattr__(self, "parallel", _parallel(self.parallel))
+        object.__setattr__(self, "parallel", sizes_of(self.parallel))
         if self.rank is not None and self.parallel is None:
             raise OptionError(f"rank: {self.rank!r} is given without parallel", "give parallel as well")
         if self.parallel is not None:
@@ -165,7 +165,7 @@ class Options:
                 raise OptionError(unknown("fusion", name, known))
 
 
-def _parallel(value: Any) -> Parallel | None:
+def sizes_of(value: Any) -> Parallel | None:
     """What ``parallel`` may be, as sizes; `ParallelError` and `OptionError`."""
     if value is None or isinstance(value, Parallel):
         return value

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cannopy.cli import auto_layout
 from cannopy.cli.common import (
     add_model_arguments,
     add_offline_argument,
@@ -38,6 +39,9 @@ _EXAMPLES = """\
   cannopy compile my_model.py:make --fusion mla_prolog=require
   cannopy compile ./DeepSeek-V3.2 --offline --target atlas-950   only config.json is read
   cannopy compile deepseek-r1 --form serving --batch 3 --next-n 1   packed tokens, paged cache, 2 tokens per request
+  cannopy compile deepseek-v3.2 --size full --form serving --offline --rank 0 \\
+      --parallel examples/parallel/deepseek-v3.2.yaml       the graph of one die of 128
+  cannopy compile longcat-flash --size full --form serving --offline --batch 4 --parallel auto --dies 128
   cannopy compile deepseek-v3.2 --json | jq .kernels
 """
 
@@ -47,11 +51,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = verb_parser(subparsers, "compile", run, "compile one phase, without running it", _DESCRIPTION, _EXAMPLES)
     add_model_arguments(parser)
     add_offline_argument(parser)
+    auto_layout.add_dies_argument(parser)
     parser.add_argument("--dump-dir", type=Path, metavar="DIR", help="write the graph after each pass as text")
 
 
 def run(args: argparse.Namespace) -> int:
     """Compile and print the report; 0 when torchair has compiled the graph."""
+    auto_layout.check(args)
     compiled = compile_phase(args, dump_dir=args.dump_dir)
     offline = _offline(args, compiled) if args.offline and not args.no_cache else {}
     if args.json:
@@ -83,8 +89,13 @@ def _offline(args: argparse.Namespace, compiled: Compiled) -> dict[str, str]:
 
 def compile_phase(args: argparse.Namespace, dump_dir: Path | None = None, use_cache: bool | None = None) -> Compiled:
     """What the arguments ask for, compiled; progress goes to the screen."""
+    loaded, layouts = None, None
+    if getattr(args, "parallel", None) == auto_layout.AUTO:
+        loaded = load_model(args)
+        layouts = auto_layout.for_graph(args, loaded)
+        args.parallel = str(layouts.best[0].parallel)
     options = options_of(args, dump_dir=dump_dir)
-    loaded = load_model(args)
+    loaded = loaded or load_model(args)
     from dataclasses import replace
 
     import cannopy
@@ -94,6 +105,8 @@ def compile_phase(args: argparse.Namespace, dump_dir: Path | None = None, use_ca
     screen = console(args)
     for note in loaded.notes:
         screen.print(note, style="dim")
+    if layouts is not None:
+        auto_layout.show(screen, layouts)
     call_args, call_kwargs = loaded.make_inputs(args.phase)
     with working(screen, f"compiling {args.phase} of {loaded.name} for {options.target}"):
         return cannopy.compile(loaded.model, loaded.method_of(args.phase), call_args, call_kwargs, options)

@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from cannopy.cli import estimate_view
+from cannopy.cli import auto_layout, estimate_view
 from cannopy.cli.common import console, positive, print_json, verb_parser
 from cannopy.errors import CannopyError, unknown
 
@@ -27,6 +27,8 @@ _EXAMPLES = """\
       --parallel ep=128,dp=128,o_proj_tp=4,dense_tp=4,embed_tp=16,lm_head_tp=16 --accepted 1.44
   cannopy estimate longcat-flash --plan expert --parallel ep=128,dp=128,o_proj_tp=8,dense_tp=8 --quant w8a8
   cannopy estimate deepseek-r1 --parallel ep=32,dp=32 --sweep batch=1..512 --svg sweep.svg
+  cannopy estimate longcat-flash --parallel auto --dies 128 --batch-per-die 4 --context 4608
+  cannopy estimate deepseek-v3.2 --parallel examples/parallel/deepseek-v3.2.yaml --batch-per-die 4
   cannopy estimate --kernel int8_matmul m=256 k=7168 n=4096 --cores 24,48 --json
   cannopy estimate deepseek-v3.2 --from-graph --size tiny
 """
@@ -55,8 +57,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
                        help="drafts accepted per step on average, for the time per output token")
     group.add_argument("--quant", default="bf16", metavar="NAME",
                        help="bf16, w8a8c16, w8a8c8, w4a8c16 or w4a8c8: W of the weights, C of the cache (bf16)")
-    group.add_argument("--parallel", default="", metavar="K=N,…",
-                       help="dies: ep, dp, attn_tp, o_proj_tp, dense_tp, embed_tp, lm_head_tp, moe_tp (all 1)")
+    group.add_argument("--parallel", default="", metavar="K=N,…|FILE|auto",
+                       help="dies: ep, dp, attn_tp, o_proj_tp, dense_tp, embed_tp, lm_head_tp, moe_tp (all 1), a YAML "
+                            "file with them, or auto: the fastest that fits --dies")
+    auto_layout.add_dies_argument(group)
     group.add_argument("--plan", choices=("serial", "expert"), default="serial",
                        help="serial: one stream; expert: side streams, core limits, prefetch and SuperKernel as "
                             "expert-written models place them (serial)")
@@ -94,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
     if args.sizes:
         raise CannopyError(f"{args.sizes[0]!r} is a size of a kernel, and no --kernel is given")
     _check(args)
+    args.layouts = _proposed(args) if args.parallel == auto_layout.AUTO else None
     if args.sweep:
         return _sweep(args)
     if args.from_graph or args.size in ("tiny", "small"):
@@ -105,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """`CannopyError` for arguments that say nothing together."""
+    auto_layout.check(args)
     if args.accepted is not None and args.accepted > args.next_n and not args.from_graph:
         raise CannopyError(f"--accepted {args.accepted:g} is more than the {args.next_n} drafts of a step",
                            "give the number of drafts with --next-n")
@@ -201,6 +207,7 @@ def _said(call: Any) -> Any:
 
 def settings(args: argparse.Namespace, **changes: Any) -> tuple[Any, ...]:
     """Model, load, layout, quantisation, hardware and placement of the arguments."""
+    from cannopy.options import sizes_of
     from cannopy.stream_scheduler.network.model import load_model
     from cannopy.stream_scheduler.network.report import placement_of
     from cannopy.stream_scheduler.network.setting import Load, Parallel, Quantisation
@@ -210,10 +217,21 @@ def settings(args: argparse.Namespace, **changes: Any) -> tuple[Any, ...]:
     model = _said(lambda: load_model(args.model))
     load = _said(lambda: Load(args.phase, args.batch_per_die, args.context, args.next_n))
     load = _said(lambda: dataclasses.replace(load, **changes))
-    parallel = _said(lambda: Parallel.parse(args.parallel))
+    parallel = _said(lambda: Parallel(**dataclasses.asdict(sizes_of(args.parallel) or Parallel())))
     hardware = _hardware(args)
     return (model, load, parallel, _said(lambda: Quantisation.parse(args.quant)), hardware,
             placement_of(model, hardware, args.plan))
+
+
+def _proposed(args: argparse.Namespace) -> Any:
+    """The layouts of ``--parallel auto``; the arguments get the first one and the sequences of its dies."""
+    args.parallel = ""
+    model, load, _, quant, hardware, _ = settings(args)
+    found = auto_layout.propose(model, load, quant, hardware, args.dies)
+    args.parallel, args.batch_per_die = str(found.best[0].parallel), found.best[0].load.batch
+    if not args.json:
+        auto_layout.show(console(args), found)
+    return found
 
 
 def _estimate(args: argparse.Namespace, **changes: Any) -> tuple[Any, Any]:
@@ -226,7 +244,8 @@ def _estimate(args: argparse.Namespace, **changes: Any) -> tuple[Any, Any]:
 def _step(args: argparse.Namespace) -> int:
     step, memory = _estimate(args)
     if args.json:
-        print_json(step_dict(args, step) | {"memory": memory.to_dict()}
+        layouts = {"layouts": args.layouts.to_dict()} if args.layouts else {}
+        print_json(step_dict(args, step) | {"memory": memory.to_dict()} | layouts
                    | ({"trace": step.trace.to_dict()} if args.trace else {}))
     else:
         screen = console(args)

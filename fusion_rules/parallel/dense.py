@@ -9,9 +9,9 @@ from __future__ import annotations
 from torch import fx
 
 from cannopy.fusion_rules.parallel.narrow import Narrow
-from cannopy.fusion_rules.parallel.places import dense_mlps, operands
+from cannopy.fusion_rules.parallel.places import mlps, operands
 from cannopy.fusion_rules.parallel.shards import Part
-from cannopy.fusion_rules.parallel.tokens import Rows
+from cannopy.fusion_rules.parallel.tokens import Rows, error
 from cannopy.fusion_rules.parallel.work import Work
 from cannopy.fx_passes.graph import aten, shape
 
@@ -22,10 +22,12 @@ def cut(work: Work) -> int:
     """Cut every dense MLP; the number of them. Raises `ParallelError` where one cannot be cut."""
     rows = Rows(work.editor, work.layout, KIND)
     part = Part(work.layout.position(KIND), work.layout.size(KIND))
-    found = dense_mlps(work.program, work.editor)
-    for down in found:
+    found = mlps(work.program, work.editor)
+    for node in found.lost:
+        raise error(work.layout, KIND, node, "this activation of a projection belongs to no MLP that can be cut")
+    for down in found.dense:
         _cut(work, rows, part, down)
-    return len(found)
+    return len(found.dense)
 
 
 def _cut(work: Work, rows: Rows, part: Part, down: fx.Node) -> None:

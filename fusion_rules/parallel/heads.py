@@ -15,7 +15,13 @@ from typing import Any, cast
 from torch import fx
 
 from cannopy.fusion_rules.parallel.narrow import Handler, Narrow, Pieces, elementwise, total
-from cannopy.fusion_rules.parallel.places import attention_behind, called, operands, projections_of_attention
+from cannopy.fusion_rules.parallel.places import (
+    attentions_behind,
+    called,
+    operands,
+    projections_of_attention,
+    without_projection,
+)
 from cannopy.fusion_rules.parallel.shards import Part
 from cannopy.fusion_rules.parallel.tokens import Rows, after, error, legal
 from cannopy.fusion_rules.parallel.work import Work
@@ -36,6 +42,8 @@ def cut(work: Work) -> int:
     """Cut every attention; the number of them. Raises `ParallelError` where one cannot be cut."""
     part, rows = Part(work.layout.position(KIND), work.layout.size(KIND)), Rows(work.editor, work.layout, KIND)
     found = projections_of_attention(work.program, work.editor)
+    for kernel in without_projection(work.editor, found):
+        raise error(work.layout, KIND, kernel, "no projection with a parameter for its matrix reads this attention")
     for node in found:
         _cut(work, rows, part, node)
     return len(found)
@@ -44,7 +52,7 @@ def cut(work: Work) -> int:
 def _cut(work: Work, rows: Rows, part: Part, node: fx.Node) -> None:
     editor, narrow = work.editor, Narrow(work, KIND, None, _Attention().handlers())
     x, weight, bias = operands(node)
-    kernel = cast(fx.Node, attention_behind(x))
+    kernel = _only(work, node, attentions_behind(x))
     heads = _heads(work, kernel)
     first, end = part.of(heads, f"{KIND}: {heads} attention heads", kernel)
     if shape(x)[-1] % heads:
@@ -56,6 +64,12 @@ def _cut(work: Work, rows: Rows, part: Part, node: fx.Node) -> None:
     with editor.before(node):
         partial = editor.call(aten.linear.default, inner, narrow.weight(weight, 1, columns))
         editor.replace(node, rows.summed(partial, bias))
+
+
+def _only(work: Work, node: fx.Node, kernels: Sequence[fx.Node]) -> fx.Node:
+    if len(kernels) > 1:
+        raise error(work.layout, KIND, node, f"it reads {len(kernels)} kernels of attention, one can be cut by heads")
+    return kernels[0]
 
 
 def _heads(work: Work, kernel: fx.Node) -> int:

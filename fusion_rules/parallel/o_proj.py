@@ -12,8 +12,9 @@ from torch import fx
 
 from cannopy.fusion_rules.parallel.collectives import all_to_all, reduce_scatter
 from cannopy.fusion_rules.parallel.narrow import Narrow
-from cannopy.fusion_rules.parallel.places import operands, projections_of_attention
+from cannopy.fusion_rules.parallel.places import operands, projections_of_attention, without_projection
 from cannopy.fusion_rules.parallel.shards import Part
+from cannopy.fusion_rules.parallel.tokens import error
 from cannopy.fusion_rules.parallel.work import Work
 from cannopy.fx_passes.graph import aten, shape
 from cannopy.fx_passes.parallel import Group, ParallelError
@@ -29,6 +30,8 @@ def cut(work: Work) -> int:
                             f"output projections already, by heads; leave {KIND} out")
     group, part = layout.group(KIND), Part(layout.position(KIND), layout.size(KIND))
     found = projections_of_attention(work.program, work.editor)
+    for kernel in without_projection(work.editor, found):
+        raise error(layout, KIND, kernel, "no projection with a parameter for its matrix reads this attention")
     for node in found:
         _cut(work, group, part, node)
     return len(found)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -23,6 +24,7 @@ ATTENTION = (
 COMBINES = ("npu::npu_moe_finalize_routing", "npu::npu_moe_distribute_combine_v2", "npu::npu_moe_distribute_combine")
 ROUTES = ("npu::npu_moe_init_routing_v2", "npu::npu_moe_distribute_dispatch_v2", "npu::npu_moe_distribute_dispatch")
 SWIGLU = "npu::npu_swiglu"
+_ACTIVATIONS = ("aten::silu", "aten::gelu", "aten::relu", "aten::mish", "aten::hardswish")
 
 _RENAMES = (aten.reshape.default, aten.view.default, aten.clone.default, aten._to_copy.default)
 _MOVES = (*_RENAMES, aten.permute.default, aten.transpose.int, aten.slice.Tensor, operator.getitem)
@@ -61,8 +63,9 @@ def behind_renames(node: fx.Node) -> fx.Node:
     return node
 
 
-def attention_behind(node: fx.Node) -> fx.Node | None:
+def attentions_behind(node: fx.Node) -> list[fx.Node]:
     """The attention (or softmax) that the columns of ``node`` come from with no other projection in between."""
+    found: dict[fx.Node, None] = {}
     seen: set[fx.Node] = set()
     todo = [node]
     while todo:
@@ -71,37 +74,64 @@ def attention_behind(node: fx.Node) -> fx.Node | None:
             continue
         seen.add(node)
         if called(node, ATTENTION) or is_call(node, aten._softmax.default):
-            return node
-        if called(node, _PRODUCTS) or is_call(node, *_MOVES):
+            found[node] = None
+        elif called(node, _PRODUCTS) or is_call(node, *_MOVES):
             todo.append(cast(fx.Node, node.args[0]))
         elif pointwise(node):
             todo += node.all_input_nodes
-    return None
+    return list(found)
 
 
 def projections_of_attention(program: Program, editor: Editor) -> list[fx.Node]:
     """The linears that read what attention gives."""
-    return [n for n in linears(program, editor) if attention_behind(operands(n)[0]) is not None]
+    return [n for n in linears(program, editor) if attentions_behind(operands(n)[0])]
 
 
-def dense_mlps(program: Program, editor: Editor) -> list[fx.Node]:
-    """The last linear of each MLP that is not the shared expert of a mixture.
+def without_projection(editor: Editor, projections: Iterable[fx.Node]) -> list[fx.Node]:
+    """Attention that none of ``projections`` reads."""
+    read = {found for n in projections for found in attentions_behind(operands(n)[0])}
+    return [n for n in editor.calls(ATTENTION) if n not in read]
 
-    Its input is an activation of other linears: only elementwise operations, npu_swiglu and reshapes stand between.
+
+@dataclass(frozen=True)
+class Mlps:
+    """Last linears of MLPs: ``dense`` ones and ``shared`` experts of mixtures. ``lost`` are activations of a linear
+    that belong to neither."""
+
+    dense: Sequence[fx.Node]
+    shared: Sequence[fx.Node]
+    lost: Sequence[fx.Node]
+
+
+def mlps(program: Program, editor: Editor) -> Mlps:
+    """The MLPs of a graph.
+
+    The input of their last linear is an activation of other linears: only elementwise operations, npu_swiglu and
+    reshapes stand between.
     """
-    return [n for n in linears(program, editor) if _is_mlp(program, n) and not _is_shared_expert(program, n)]
+    known: set[fx.Node] = set()
+    found: tuple[list[fx.Node], list[fx.Node]] = [], []
+    for node in linears(program, editor):
+        between: set[fx.Node] = set()
+        if _is_mlp(program, node, between):
+            found[_is_shared_expert(program, node)].append(node)
+            known |= between
+    active = [n for n in editor.calls([SWIGLU, *_ACTIVATIONS]) if n not in known]
+    lost = [n for n in active if is_call(behind_renames(cast(fx.Node, n.args[0])), aten.linear.default)]
+    return Mlps(*found, lost)
 
 
-def _is_mlp(program: Program, down: fx.Node) -> bool:
-    first, active = _first_linears(program, down)
+def _is_mlp(program: Program, down: fx.Node, between: set[fx.Node]) -> bool:
+    first, active = _first_linears(program, down, between)
     return active and bool(first) and all(
         is_call(n, aten.linear.default) and not why_not_weight(program, n.args[1]) for n in first)
 
 
-def _first_linears(program: Program, down: fx.Node) -> tuple[list[fx.Node], bool]:
-    """What the input of ``down`` is computed from besides weights, and whether more than renaming stands between."""
+def _first_linears(program: Program, down: fx.Node, seen: set[fx.Node]) -> tuple[list[fx.Node], bool]:
+    """What the input of ``down`` is computed from besides weights, and whether more than renaming stands between;
+    ``seen`` gets all that stands there."""
     found: dict[fx.Node, None] = {}
-    active, todo, seen = False, [cast(fx.Node, down.args[0])], set[fx.Node]()
+    active, todo = False, [cast(fx.Node, down.args[0])]
     while todo:
         node = todo.pop()
         if node in seen or (node.op == "placeholder" and not why_not_weight(program, node)):
@@ -118,7 +148,7 @@ def _first_linears(program: Program, down: fx.Node) -> tuple[list[fx.Node], bool
 
 def _is_shared_expert(program: Program, down: fx.Node) -> bool:
     """Whether the MLP reads what the routed experts read and its result is joined with theirs, nothing added before."""
-    first, _ = _first_linears(program, down)
+    first, _ = _first_linears(program, down, set())
     read = {behind_renames(cast(fx.Node, n.args[0])) for n in first}
     todo: list[fx.Node] = [down]
     while todo:

@@ -101,12 +101,16 @@ REFUSED: list[tuple[str, Callable[..., Any], list[Tensor], str]] = [
     ("another reader of the hidden values", lambda x, a, b: (F.linear(h := F.gelu(F.linear(x, a)), b), h.sum(-1)),
      weights((INNER, H), (H, INNER)), r"sum\w* reads all of gelu"),
     ("a factor of each token", lambda x, a, b: F.linear(F.relu(F.linear(x, a)) * x.mean(-1, keepdim=True), b),
-     weights((INNER, H), (H, INNER)), "finds nothing to cut"),
+     weights((INNER, H), (H, INNER)), "activation .* belongs to no MLP"),
+    ("sums between the projections", lambda x, a, b: F.linear(F.silu(F.linear(x, a)).cumsum(-1), b),
+     weights((INNER, H), (H, INNER)), "activation .* belongs to no MLP"),
+    ("one of two MLPs", lambda x, a, b: F.linear(F.gelu(F.linear(swiglu(x, a, b[:, ::2]), a)).sort()[0], b),
+     weights((INNER, H), (H, INNER)), "activation .* belongs to no MLP"),
     ("a width that cannot be divided", lambda x, a, b: F.linear(F.gelu(F.linear(x, a)), b),
      weights((INNER + 2, H), (H, INNER + 2)), "66 / 4 is no whole number"),
     ("no MLP", lambda x, a: F.linear(x, a), weights((INNER, H)), "finds nothing to cut"),
     ("weights that are computed", lambda x, a, b: F.linear(F.gelu(F.linear(x, a * x.mean())), b),
-     weights((INNER, H), (H, INNER)), "finds nothing to cut"),
+     weights((INNER, H), (H, INNER)), "activation .* belongs to no MLP"),
 ]
 
 

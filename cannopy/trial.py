@@ -13,8 +13,10 @@ import torch
 
 import cannopy
 from cannopy.errors import CannopyError
+from cannopy.frontend import state
 from cannopy.frontend.generation import GenerationCase, Phase
 from cannopy.frontend.serving import ServingCase
+from cannopy.frontend.shells import hollow
 from cannopy.frontend.sources import LoadedModel
 from cannopy.options import Options
 from cannopy.parity import call as call_parity
@@ -56,6 +58,23 @@ class Trial:
         self.reports[phase] = compiled.report
         if compiled.timeline is not None:
             self.timelines[phase] = compiled.timeline
+
+    def verdict(self) -> dict[str, Any]:
+        """What the other ranks of a layout get to know."""
+        parts = self.parity.errors if self.parity else []
+        ratios = {
+            part.phase: [ours / plain if plain else float(ours > 0) for ours, plain in (
+                (part.compiled.median, part.plain.median), (part.compiled.p90, part.plain.p90),
+                (part.compiled.largest, part.plain.largest))]
+            for part in parts
+        }
+        return {
+            "passed": self.passed,
+            "failures": self.parity.failures if self.parity else ["parity was not measured"],
+            "error_ratios": ratios,
+            "tokens": sum(part.compiled.tokens for part in parts),
+            "cache": {phase: report.cache.get("status", "") for phase, report in self.reports.items()},
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that JSON takes."""
@@ -144,8 +163,16 @@ def _compile(
     progress: Progress,
 ) -> cannopy.Compiled:
     start = time.perf_counter()
+    model, method, folder = loaded.model, loaded.method_of(phase), loaded.checkpoint
+    if options.parallel is not None and folder is not None:
+        state.prepare_state(model, args, kwargs, method=method)  # caches are real, the model compiled is not
+        model = hollow(model)
     with progress(f"compiling {phase}"):
-        compiled = cannopy.compile(loaded.model, loaded.method_of(phase), args, kwargs, replace(options, phase=phase))
+        compiled = cannopy.compile(model, method, args, kwargs, replace(options, phase=phase))
+    if options.parallel is not None and folder is not None:
+        read = compiled.load(folder)
+        trial.notes.append(f"{phase}: {read.bytes_read} bytes of {folder} read for {read.shard_bytes} bytes of weights, "
+                           f"{read.shared_bytes} of which were there already.")
     trial.seconds[f"compile_{phase}"] = time.perf_counter() - start
     trial.note(phase, compiled)
     return compiled

@@ -25,8 +25,9 @@ class ServingCase:
 
     Request 0 has a prompt of ``prefill_tokens``, the others shorter ones that end on different sides of a block's end.
     A decode step reads ``1 + next_n`` tokens per request. ``max_cache_len`` is what each request's blocks hold at
-    least. ``seed`` chooses token ids, prompt lengths and the order of blocks. The methods are ``prefill`` and
-    ``decode``.
+    least. ``seed`` chooses token ids, prompt lengths and the order of blocks. The packed row of a prefill has
+    ``least_packed`` tokens at least: ranks that compute together have rows of one length. The methods are ``prefill``
+    and ``decode``.
     """
 
     model: ServingModel
@@ -36,6 +37,7 @@ class ServingCase:
     seed: int = 0
     next_n: int = 0
     block_size: int = 128
+    least_packed: int = 0
 
     def __post_init__(self) -> None:
         if self.block_size % 16 or self.block_size < 1:
@@ -64,7 +66,7 @@ class ServingCase:
     @property
     def packed_tokens(self) -> int:
         """Tokens of the packed row of a prefill, padding included."""
-        return (sum(self.prompt_lengths) // ALIGNMENT + 1) * ALIGNMENT
+        return max((sum(self.prompt_lengths) // ALIGNMENT + 1) * ALIGNMENT, self.least_packed)
 
     def ids(self, phase: Phase, step: int = 0) -> Tensor:
         """Token ids, int64 on the CPU: all prompts packed, or those of decode step ``step``, [batch, 1 + next_n]."""

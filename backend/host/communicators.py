@@ -32,7 +32,7 @@ class _Communicator:
 @contextmanager
 def named() -> Iterator[None]:
     """Inside the block every process group of this host has an NPU backend that can only be asked for its name."""
-    npu = importlib.import_module("torch_npu.distributed")
+    npu: Any = importlib.import_module("torch_npu.distributed")
     kind: Any = torch.distributed.ProcessGroup
     supported, original = npu._is_support_hccl_comm_name, kind._get_backend
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from typing import NoReturn
@@ -91,6 +92,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         _report(error, as_json=bool(getattr(args, "json", False)))
         return EXIT_CANNOT_START if isinstance(error, NotReadyError) else EXIT_FAILED
     return code
+
+
+def failed(error: Exception) -> int:
+    """Print ``error`` and give the exit code of a rank that ends with it; the trace of what is not this package's."""
+    if _ours(error):
+        _report(error, as_json=False)
+    else:
+        traceback.print_exception(error)
+    return EXIT_FAILED
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from cannopy.cli.world import add_layout_arguments, layout_options
 from cannopy.environment import import_torch
 from cannopy.errors import CannopyError, unknown
 from cannopy.options import PHASES, TARGETS, Options, Phase
@@ -91,8 +92,9 @@ def verb_parser(
     return parser
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, phases: Sequence[str] = PHASES, phase: str = "decode") -> None:
-    """MODEL, what to call it with, and the options of the compilation."""
+def add_model_arguments(parser: argparse.ArgumentParser, phases: Sequence[str] = PHASES, phase: str = "decode",
+                        running: bool = False) -> None:
+    """MODEL, what to call it with, and the options of the compilation. ``running``: with all ranks of a layout."""
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -142,6 +144,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, phases: Sequence[str] =
         metavar="N",
         help="tokens per block of a paged cache view (chosen); serving: of the paged cache (128)",
     )
+    add_layout_arguments(group, running)
     group.add_argument("--plan", type=Path, metavar="FILE",
                        help="plan of streams, core limits, prefetches and SuperKernels, or pins for one (YAML)")
     group.add_argument("--no-regions", action="store_true", help="capture all layers, also those that are alike")
@@ -194,6 +197,7 @@ def options_of(args: argparse.Namespace, **more: Any) -> Options:
         regions=not args.no_regions,
         rules=tuple(args.rules),
         plan=getattr(args, "plan", None),
+        **layout_options(args),
         **more,
     )
 

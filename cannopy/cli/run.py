@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,9 +17,13 @@ from cannopy.cli.common import (
     verb_parser,
     working,
 )
+from cannopy.cli.world import World, joined
+from cannopy.environment import import_torch
+from cannopy.options import Options
 
 if TYPE_CHECKING:
     from cannopy.frontend.generation import Phase
+    from cannopy.frontend.sources import LoadedModel
 
 _DESCRIPTION = """\
 Compiles the model's prefill and decode, runs a prompt and some greedy decode steps, and runs the same in eager mode,
@@ -34,7 +39,11 @@ the other two; every pick must be a tie or better on the float64 scores.
 then decode steps of 1 + next_n tokens per request, of which every request keeps another number. The rows that a step
 writes into the cache are measured like results; every other row must keep its bits.
 
-Exit code 1 when one of these fails.
+--parallel spreads the model over the ranks that torchrun has started, one die each: gloo between processes of a host,
+HCCL between NPUs. Every data-parallel rank has requests of its own and is compared with eager mode on them; rank 0
+prints its report and a line per rank. A rank that dies or hangs ends all others within --group-timeout.
+
+Exit code 1 when one of these fails, on all ranks when it is on one.
 """
 
 _EXAMPLES = """\
@@ -45,6 +54,7 @@ _EXAMPLES = """\
   cannopy run ./my-checkpoint --out report           also writes report/report.json and report/index.html
   cannopy run my_model.py:make --phase decode        a factory: def make(): return module, "forward", (x,)
   cannopy run deepseek-v3.2 --json | jq .parity.failures
+  torchrun --nproc-per-node 4 -m cannopy run deepseek-v3.2 --parallel ep=4,dp=4,dense_tp=2
 """
 
 _PHASES = ("prefill", "decode", "both")
@@ -53,26 +63,39 @@ _PHASES = ("prefill", "decode", "both")
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `run` to the command line."""
     parser = verb_parser(subparsers, "run", run, "compile a model, run it, check it", _DESCRIPTION, _EXAMPLES)
-    add_model_arguments(parser, phases=_PHASES, phase="both")
+    add_model_arguments(parser, phases=_PHASES, phase="both", running=True)
     parser.add_argument("--steps", type=positive, default=8, metavar="N", help="decode steps (8)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write report.json and index.html there")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile, run, measure and report. 0 when every parity limit held."""
+    """Compile, run, measure and report. 0 when every parity limit held, on every rank."""
     options = options_of(args)
-    screen = console(args)
-    loaded = load_model(args)
+    if options.parallel is not None:
+        import_torch()
+    with joined(options) as here:
+        return _run(args, options, here)
+
+
+def _run(args: argparse.Namespace, options: Options, here: World) -> int:
+    screen = here.console(console(args))
+    loaded = _own_requests(load_model(args), options, here)
     from cannopy import trial as trials
-    from cannopy.cli.run_view import show
+    from cannopy.cli.run_view import show, show_ranks
 
     phases: tuple[Phase, ...] = ("prefill", "decode") if args.phase == "both" else (args.phase,)
     screen.print(f"[bold]{loaded.name}[/] for {options.target}")
     for note in loaded.notes:
         screen.print(note, style="dim")
     trial = trials.run(loaded, options, phases, args.steps, progress=lambda text: working(screen, text))
+    ranks = here.exchange("the run", trial.verdict(), options.cache_timeout)
+    passed = all(rank["passed"] for rank in ranks)
     show(screen, trial)
-    if not trial.passed:
+    if here.layout is not None:
+        show_ranks(screen, ranks)
+    if here.rank:
+        return 0 if passed else 1
+    if not passed:
         screen.print("cannopy dump MODEL --bisect, with the same options, tells which rewrite of the graph is wrong")
     if args.out:
         from cannopy.page import write_report
@@ -80,5 +103,18 @@ def run(args: argparse.Namespace) -> int:
         for path in write_report(trial, args.out):
             screen.print(f"wrote {path}", style="dim")
     if args.json:
-        print_json(trial.to_dict())
-    return 0 if trial.passed else 1
+        print_json(trial.to_dict() | ({"ranks": ranks, "passed": passed} if here.layout is not None else {}))
+    return 0 if passed else 1
+
+
+def _own_requests(loaded: LoadedModel, options: Options, here: World) -> LoadedModel:
+    """``loaded`` with the requests of this rank's replica, in rows of the length that all ranks have."""
+    if here.layout is None or loaded.case is None:
+        return loaded
+    from cannopy.frontend.serving import ServingCase
+
+    case = replace(loaded.case, seed=loaded.case.seed + here.replica)
+    if isinstance(case, ServingCase):
+        rows = here.exchange("the prompts", {"packed": case.packed_tokens}, options.cache_timeout)
+        case = replace(case, least_packed=max(row["packed"] for row in rows))
+    return replace(loaded, case=case, make_inputs=case.inputs)

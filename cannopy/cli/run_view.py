@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -29,6 +32,23 @@ def show(screen: Console, trial: Trial) -> None:
     screen.print("\n[bold]seconds[/] (on a host they say nothing about a device)")
     screen.print(seconds_table(trial.seconds))
     _show_verdict(screen, trial)
+
+
+def show_ranks(screen: Console, ranks: Sequence[Mapping[str, Any]]) -> None:
+    """A line per rank: its tokens, errors as multiples of plain bf16's, what its cache had, and the verdict."""
+    table = _numbers("rank", "phase", "tokens", "median", "p90", "largest", "cache", "verdict")
+    for rank, found in enumerate(ranks):
+        for i, (phase, ratios) in enumerate(found["error_ratios"].items()):
+            table.add_row(
+                str(rank) if not i else "", phase, str(found["tokens"]) if not i else "",
+                *(f"{r:.2f}" for r in ratios), found["cache"].get(phase, ""),
+                "" if i else "[green]holds[/]" if found["passed"] else "[red]fails[/]",
+            )
+    screen.print("\n[bold]ranks[/]: errors as multiples of plain bf16's, each on its own requests")
+    screen.print(table)
+    for rank, found in enumerate(ranks):
+        for sentence in found["failures"]:
+            screen.print(f"[red]rank {rank}: {escape(sentence)}[/]")
 
 
 def _show_parity(screen: Console, parity: ParityReport) -> None:

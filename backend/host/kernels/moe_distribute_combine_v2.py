@@ -6,7 +6,7 @@ import torch
 
 from ....fusion_rules.contracts import value_error
 from .. import exchange
-from .moe_distribute_dispatch_v2 import UNUSED, WIDTH, sending_order
+from .moe_distribute_dispatch_v2 import UNUSED, WIDTH, active_choices, sending_order
 
 OP = "npu_moe_distribute_combine_v2"
 
@@ -54,35 +54,39 @@ def npu_moe_distribute_combine_v2(
     out are not set.
     Source: op-plugin doc of npu_moe_distribute_combine_v2.
     """
-    group = exchange.group_of(group_ep)
-    tokens, k = expert_ids.shape
     special = zero_expert_num + copy_expert_num + const_expert_num
     order = sending_order(expert_ids, x_active_mask, moe_expert_num, special)
-    to_rank = expert_ids.flatten().long()[order] // (moe_expert_num // ep_world_size)
+    to_rank = expert_ids.flatten()[order].long() * ep_world_size // moe_expert_num
     receive = torch.bincount(to_rank, minlength=ep_world_size).tolist()
-    used = int(ep_send_counts[-1])
-    info = assist_info_for_combine[: used * WIDTH].view(-1, WIDTH)[:, :3].long()
-    send = torch.bincount(info[:, 0], minlength=ep_world_size).tolist()
-    _check_counts(ep_send_counts, send, ep_world_size)
-    back = info[:, 0].sort(stable=True).indices
+    y = _returned(expand_x, expert_ids, assist_info_for_combine, ep_send_counts, receive, group_ep)
+    if copy_expert_num or const_expert_num:
+        constants = (const_expert_alpha_1, const_expert_alpha_2, const_expert_v)
+        _special(y, expert_ids, ori_x, constants, moe_expert_num + zero_expert_num, copy_expert_num)
+    active = active_choices(expert_ids, x_active_mask)
+    total = torch.zeros(expert_ids.shape[0], expand_x.shape[1])
+    for choice in range(expert_ids.shape[1]):
+        total += torch.where(active[:, choice, None], expert_scales[:, choice, None].float() * y[:, choice], 0.0)
+    if shared_expert_x is not None:
+        total += shared_expert_x.reshape(total.shape).float()
+    total[~active.any(1)] = UNUSED
+    return total.to(expand_x.dtype)
+
+
+def _returned(
+    expand_x: torch.Tensor, expert_ids: torch.Tensor, assist_info: torch.Tensor, ep_send_counts: torch.Tensor,
+    receive: list[int], name: str,
+) -> torch.Tensor:
+    """[BS,K,H] float32: what came back for each choice, zero where nothing was sent. ``receive``: rows per rank."""
+    (tokens, k), used = expert_ids.shape, int(ep_send_counts[-1])
+    info = assist_info[: used * WIDTH].view(-1, WIDTH)[:, :3].long()
+    send = torch.bincount(info[:, 0], minlength=len(receive)).tolist()
+    _check_counts(ep_send_counts, send, len(receive))
+    back, group = info[:, 0].sort(stable=True).indices, exchange.group_of(name)
     rows = exchange.all_to_all(expand_x[:used][back], send, receive, group, OP)
     pairs = exchange.all_to_all(info[back, 1] * k + info[back, 2], send, receive, group, OP)
     y = expand_x.new_zeros(tokens * k, expand_x.shape[1], dtype=torch.float32)
     y[pairs] = rows.float()
-    y = y.view(tokens, k, -1)
-    if copy_expert_num or const_expert_num:
-        constants = (const_expert_alpha_1, const_expert_alpha_2, const_expert_v)
-        _special(y, expert_ids, ori_x, constants, moe_expert_num + zero_expert_num, copy_expert_num)
-    active = torch.ones(tokens, k, dtype=torch.bool)
-    if x_active_mask is not None:
-        active = x_active_mask if x_active_mask.dim() == 2 else x_active_mask[:, None].expand(tokens, k)
-    total = torch.zeros(tokens, expand_x.shape[1])
-    for choice in range(k):
-        total += torch.where(active[:, choice, None], expert_scales[:, choice, None].float() * y[:, choice], 0.0)
-    if shared_expert_x is not None:
-        total += shared_expert_x.reshape(tokens, -1).float()
-    total[~active.any(1)] = UNUSED
-    return total.to(expand_x.dtype)
+    return y.view(tokens, k, -1)
 
 
 def _check_counts(ep_send_counts: torch.Tensor, send: list[int], ranks: int) -> None:

@@ -54,28 +54,12 @@ def npu_moe_distribute_dispatch_v2(
     for combine only; what else is in them differs between devices. Rows behind the last token are not set.
     Source: op-plugin doc of npu_moe_distribute_dispatch_v2.
     """
-    group = exchange.group_of(group_ep)
+    special = zero_expert_num + copy_expert_num + const_expert_num
+    order = sending_order(expert_ids, x_active_mask, moe_expert_num, special)
     local = moe_expert_num // ep_world_size
-    k = expert_ids.shape[1]
-    order = sending_order(expert_ids, x_active_mask, moe_expert_num, zero_expert_num + copy_expert_num
-                          + const_expert_num)
-    ids = expert_ids.flatten().long()[order]
-    send = torch.bincount(ids, minlength=moe_expert_num)
-    counts = exchange.all_to_all(send, [local] * ep_world_size, [local] * ep_world_size, group, OP)
-    by_source = counts.view(ep_world_size, local)
-    to, come = send.view(ep_world_size, local).sum(1).tolist(), by_source.sum(1).tolist()
-    capacity = (global_bs or x.shape[0] * ep_world_size) * min(local, k)
-    if sum(come) > capacity:
-        raise value_error(OP, "capacity", f"{sum(come)} tokens for this rank, {capacity} rows")
-    rows = exchange.all_to_all(x[order // k], to, come, group, OP)
-    info = torch.stack([torch.full_like(order, ep_rank_id), order // k, order % k], 1).to(torch.int32)
-    origin = exchange.all_to_all(info, to, come, group, OP)
-    experts = torch.arange(local).repeat(ep_world_size).repeat_interleave(counts)
-    sorted_rows = experts.sort(stable=True).indices
-    expand_x = x.new_full((capacity, x.shape[1]), UNUSED)
-    expand_x[: len(rows)] = rows[sorted_rows]
-    assist = torch.full((max(x.shape[0] * k, capacity * WIDTH),), -1, dtype=torch.int32)
-    assist[: len(rows) * WIDTH].view(-1, WIDTH)[:, :3] = origin[sorted_rows]
+    capacity = (global_bs or x.shape[0] * ep_world_size) * min(local, expert_ids.shape[1])
+    expand_x, assist, by_source = _exchanged(x, expert_ids, order, group_ep, (ep_world_size, ep_rank_id, local),
+                                             capacity)
     per_expert = by_source.sum(0)
     return (
         expand_x,
@@ -88,17 +72,50 @@ def npu_moe_distribute_dispatch_v2(
     )
 
 
+def _exchanged(
+    x: torch.Tensor, expert_ids: torch.Tensor, order: torch.Tensor, name: str, place: tuple[int, int, int],
+    capacity: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """expand_x, assist_info_for_combine, and how many rows came, [source rank, local expert]. ``place`` is the number
+    of ranks, this rank, and experts per rank; ``order`` the pairs to send."""
+    (ranks, rank, local), k, group = place, expert_ids.shape[1], exchange.group_of(name)
+    ids = expert_ids.flatten().long()[order]
+    send = torch.bincount(ids, minlength=ranks * local)
+    counts = exchange.all_to_all(send, [local] * ranks, [local] * ranks, group, OP)
+    by_source = counts.view(ranks, local)
+    to, come = send.view(ranks, local).sum(1).tolist(), by_source.sum(1).tolist()
+    if sum(come) > capacity:
+        raise value_error(OP, "capacity", f"{sum(come)} tokens for this rank, {capacity} rows")
+    rows = exchange.all_to_all(x[order // k], to, come, group, OP)
+    info = torch.stack([torch.full_like(order, rank), order // k, order % k], 1).to(torch.int32)
+    origin = exchange.all_to_all(info, to, come, group, OP)
+    experts = torch.arange(local).repeat(ranks).repeat_interleave(counts)
+    sorted_rows = experts.sort(stable=True).indices
+    expand_x = x.new_full((capacity, x.shape[1]), UNUSED)
+    expand_x[: len(rows)] = rows[sorted_rows]
+    assist = torch.full((max(x.shape[0] * k, capacity * WIDTH),), -1, dtype=torch.int32)
+    assist[: len(rows) * WIDTH].view(-1, WIDTH)[:, :3] = origin[sorted_rows]
+    return expand_x, assist, by_source
+
+
+def active_choices(expert_ids: torch.Tensor, x_active_mask: torch.Tensor | None) -> torch.Tensor:
+    """Bool [BS,K]: the choices that take part. `ContractError` when a token is left out before one that is not."""
+    if x_active_mask is None:
+        return torch.ones_like(expert_ids, dtype=torch.bool)
+    if x_active_mask.dim() == 2:
+        return x_active_mask
+    if bool((~x_active_mask[:-1] & x_active_mask[1:]).any()):
+        raise value_error(OP, "mask-order", f"{x_active_mask.tolist()}")
+    return x_active_mask[:, None].expand_as(expert_ids)
+
+
 def sending_order(
     expert_ids: torch.Tensor, x_active_mask: torch.Tensor | None, experts: int, special: int
 ) -> torch.Tensor:
     """The pairs token·K + choice that are sent, by expert, then by token. `ContractError` for ids and masks that the
     documentation forbids."""
     ids = expert_ids.long()
-    active = torch.ones_like(ids, dtype=torch.bool)
-    if x_active_mask is not None:
-        if x_active_mask.dim() == 1 and bool((~x_active_mask[:-1] & x_active_mask[1:]).any()):
-            raise value_error(OP, "mask-order", f"{x_active_mask.tolist()}")
-        active = x_active_mask if x_active_mask.dim() == 2 else x_active_mask[:, None].expand_as(ids)
+    active = active_choices(expert_ids, x_active_mask)
     bad = active & ((ids < 0) | (ids >= experts + special))
     if bool(bad.any()):
         token, choice = bad.nonzero()[0].tolist()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,13 +13,16 @@ import torch
 from cannopy import pipeline
 from cannopy.backend.host import kernels, target
 from cannopy.frontend.capture import capture
-from cannopy.frontend.generation import cache_argument
+from cannopy.frontend.generation import Phase, cache_argument
 from cannopy.frontend.state import prepare_state
 from cannopy.fusion_rules import dialect
 from cannopy.fx_passes import normalise
 from cannopy.fx_passes.paths import compile_path
 from cannopy.fx_passes.program import Program
+from cannopy.models import zoo
+from cannopy.models.requests import Requests
 from cannopy.options import Options
+from cannopy.parity.serving import fill
 from cannopy.pipeline_text import STAGES
 from tests.mutation import oracle
 
@@ -65,6 +68,10 @@ FUSIONS = {
                      "add_rms_norm": 2, "rms_norm": 1, "rotary_mul": 2},
     "deepseek_v32_dense_batch": {"sparse_flash_attention": 1, "mla_prolog": 1, "swiglu": 1, "add_rms_norm": 2,
                                  "rms_norm": 1, "rotary_mul": 2},
+    "serving_v32_decode": {"sparse_flash_attention": 1, "mla_prolog": 1, "moe_gating_top_k": 1, "moe_experts": 1,
+                           "swiglu": 1, "add_rms_norm": 2, "rms_norm": 1, "rotary_mul": 2},
+    "serving_v32_prefill": {"sparse_flash_attention": 1, "mla_prolog": 1, "moe_gating_top_k": 1, "moe_experts": 1,
+                            "swiglu": 1, "add_rms_norm": 2, "rms_norm": 1, "rotary_mul": 2},
     "qwen3": {"fused_infer_attention": 1, "swiglu": 1, "add_rms_norm": 2, "rms_norm": 3, "rotary_mul": 2},
     "qwen3_moe": {"moe_gating_top_k": 1, "moe_experts": 1, "add_rms_norm": 2, "rms_norm": 3, "rotary_mul": 2},
     "moe_block": {"moe_gating_top_k": 1, "moe_experts": 1, "swiglu": 1},
@@ -94,12 +101,13 @@ def lively(model: torch.nn.Module, seed: int) -> None:
                 tensor.copy_(1 + 0.4 * noise)
 
 
-def case_of(name: str, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Case:
+def case_of(name: str, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+            method: str = "forward") -> Case:
     """Capture, normalise, lower and run one call."""
     kernels.register()
     dialect.register_all()
     prepare_state(model, args, kwargs)
-    program = capture(model, "forward", args, kwargs)
+    program = capture(model, method, args, kwargs)
     normalise.run(program)
     program.gm.recompile()
     values = {s.name: compile_path(s.source)(model, args, kwargs).detach().clone() for s in program.inputs}
@@ -146,6 +154,24 @@ def _deepseek_batch() -> Case:
     return case_of("deepseek_v32_dense_batch", model, *_cached(model, 2, 2, 20))
 
 
+def _serving(phase: Phase) -> Case:
+    """Our own model: two requests of 20 and 37 tokens with a draft each, or one prompt (keys count from its start)."""
+    preset = zoo.preset("deepseek-v3.2", "tiny")
+    sizes = {**preset.config, **{k: V32[k] for k in ("vocab_size", "intermediate_size", "moe_intermediate_size",
+                                                     "num_hidden_layers", "first_k_dense_replace", "index_topk")}}
+    model = zoo.build_serving(replace(preset, config=sizes)).requires_grad_(False)
+    lively(model, 11)
+    requests = Requests(model, 2 if phase == "decode" else 1, blocks_each=3, block_size=16)
+    fill(requests.cache, 3)
+    ids = torch.randint(0, 64, (40,), generator=torch.Generator().manual_seed(5))
+    if phase == "decode":
+        requests.lengths = [18, 35]
+        args: tuple[Any, ...] = (*requests.decode_inputs(ids[:4].view(2, 2)), requests.cache)
+    else:
+        args = (*requests.prefill_inputs([ids]), requests.cache)
+    return case_of(f"serving_v32_{phase}", model, args, {}, phase)
+
+
 def _qwen() -> Case:
     model = _model("Qwen3", QWEN, torch.bfloat16, experts=None)
     return case_of("qwen3", model, *_cached(model, 3, 2, 9))
@@ -189,8 +215,14 @@ CASES: dict[str, Callable[[], Case]] = {
     "moe_block_batched": lambda: _block(torch.float32, "batched_mm", "moe_block_batched"),
 }
 
+SERVING: dict[str, Callable[[], Case]] = {
+    "serving_v32_decode": lambda: _serving("decode"),
+    "serving_v32_prefill": lambda: _serving("prefill"),
+}
+"""Drawn when they are asked for only."""
+
 
 @functools.cache
 def case(name: str) -> Case:
     """The case ``name``, built once per process."""
-    return CASES[name]()
+    return (CASES | SERVING)[name]()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -48,13 +48,15 @@ def _require(config: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
             raise PublishedConfigError(f"{name}: expected {' or '.join(map(repr, allowed))}, found {config[name]!r}")
 
 
-def _known(config: Mapping[str, Any], cls: type[Any], **more: Any) -> Any:
-    """An instance of ``cls`` with the entries that it has fields for; all that have no default must be there."""
-    names = {f.name for f in fields(cls)}
-    try:
-        return cls(**{k: v for k, v in config.items() if k in names and v is not None} | more)
-    except TypeError as e:  # a field without a default and without an entry
-        raise PublishedConfigError(f"the configuration is not complete: {str(e).partition(') ')[2] or e}") from e
+def _known(config: Mapping[str, Any], cls: type[Any], optional: Collection[str], **more: Any) -> Any:
+    """An instance of ``cls`` with the entries that it has fields for. All but ``optional`` ones must be there; those
+    keep the default of transformers. A size of another checkpoint is never filled in."""
+    names = [f.name for f in fields(cls)]
+    given = {k: v for k, v in config.items() if k in names and v is not None} | more
+    missing = [name for name in names if name not in given and name not in optional]
+    if missing:
+        raise PublishedConfigError(f"the configuration is not complete: expected {', '.join(missing)}, found none")
+    return cls(**given)
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,7 +102,8 @@ def _deepseek(config: Mapping[str, Any]) -> Published:
     index = config.get("index_topk") if config["model_type"] == "deepseek_v32" else None
     if config["model_type"] == "deepseek_v32" and not index:
         raise PublishedConfigError("index_topk: expected how many keys the indexer chooses, found none")
-    sizes = _known(config, DeepseekConfig, rope=_rope(config), index_topk=index)
+    indexer = () if index else ("index_n_heads", "index_head_dim")
+    sizes = _known(config, DeepseekConfig, indexer, rope=_rope(config), index_topk=index)
     return Published(lambda: Deepseek(sizes), lambda name: deepseek_target(name, sizes.num_hidden_layers))
 
 
@@ -110,8 +113,13 @@ def _longcat(config: Mapping[str, Any]) -> Published:
         "norm_topk_prob": (False, None), "zero_expert_type": "identity",
     })
     _latent(config)
-    sizes = _known(config, LongcatConfig, rope=_rope(config))
+    sizes = _known(config, LongcatConfig, (), rope=_rope(config))
     return Published(lambda: Longcat(sizes), lambda name: longcat_target(name, sizes.n_routed_experts))
+
+
+_MLP = ("intermediate_size",)
+_MIXTURE = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+"""What a Qwen with experts in every layer, and a dense one, have no use for."""
 
 
 def _qwen(config: Mapping[str, Any], **own: Any) -> Published:
@@ -119,17 +127,17 @@ def _qwen(config: Mapping[str, Any], **own: Any) -> Published:
                       "decoder_sparse_step": 1})
     if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
         raise PublishedConfigError("layer_types: expected full_attention in every layer, found sliding windows")
-    if not (config.get("hidden_size") and config.get("num_attention_heads")):
-        raise PublishedConfigError("the configuration has no hidden_size or no num_attention_heads")
-    own["head_dim"] = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    if config.get("head_dim") is None and config.get("hidden_size") and config.get("num_attention_heads"):
+        own["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
     if "num_local_experts" in config:  # how transformers writes num_experts since version 5
         own["num_experts"] = config["num_local_experts"]
-    sizes = _known(config, QwenConfig, rope=_rope(config), **own)
+    optional = {"tie_word_embeddings", *(_MLP if config["model_type"] == "qwen3_moe" else _MIXTURE)}
+    sizes = _known(config, QwenConfig, optional, rope=_rope(config), **own)
     return Published(lambda: Qwen(sizes), lambda name: name)
 
 
 def _qwen2(config: Mapping[str, Any]) -> Published:
-    return _qwen(config, attention_bias=True)
+    return _qwen(config, attention_bias=True, qk_norm=False)
 
 
 def _qwen3(config: Mapping[str, Any]) -> Published:

@@ -14,11 +14,26 @@ from cannopy.frontend import sources
 from cannopy.frontend.errors import ModelSourceError
 from cannopy.models import published
 from cannopy.models.longcat import Longcat
+from cannopy.models.published import PublishedConfigError
 from cannopy.models.serving import ServingModel
 from tests.models.pairs import DEEPSEEK, PAIRS
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 64,
         "mscale": 1.0, "mscale_all_dim": 1.0}
+
+
+DEEPSEEK_V3 = {"model_type": "deepseek_v3", **DEEPSEEK, "n_shared_experts": 1, "norm_topk_prob": True,
+               "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
+QWEN3 = {"model_type": "qwen3_moe", "vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 1,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2,
+         "moe_intermediate_size": 32, "norm_topk_prob": True, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
+QWEN2 = {"model_type": "qwen2", "vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "intermediate_size": 96, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
+LONGCAT = {"model_type": "longcat_flash", "vocab_size": 97, "hidden_size": 64, "num_layers": 1, "ffn_hidden_size": 96,
+           "expert_ffn_hidden_size": 24, "n_routed_experts": 6, "zero_expert_num": 4, "moe_topk": 3, "q_lora_rank": 48,
+           "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+           "num_attention_heads": 4, "routed_scaling_factor": 6.0, "rms_norm_eps": 1e-5, "rope_theta": 1e7}
+NEEDED = {"deepseek_v3": DEEPSEEK_V3, "qwen3_moe": QWEN3, "qwen2": QWEN2, "longcat_flash": LONGCAT}
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -42,7 +57,7 @@ def test_a_folder_gives_the_model_of_its_weights(name: str, tmp_path: Path) -> N
 
 
 def test_a_folder_without_weights(tmp_path: Path) -> None:
-    config = {"model_type": "deepseek_v3", **DEEPSEEK, "rope_theta": 1e4, "dtype": "float16"}
+    config = {**DEEPSEEK_V3, "dtype": "float16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     loaded = sources.load(str(tmp_path), form="serving")
     assert loaded.notes == (f"{tmp_path} has no safetensors: random weights, seed 0.",)
@@ -62,12 +77,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
 
 
 def test_published_spellings_of_longcat_and_yarn() -> None:
-    config: dict[str, Any] = {
-        "model_type": "longcat_flash", "vocab_size": 97, "hidden_size": 64, "num_layers": 1, "ffn_hidden_size": 96,
-        "expert_ffn_hidden_size": 24, "n_routed_experts": 6, "zero_expert_num": 4, "moe_topk": 3, "q_lora_rank": 48,
-        "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "num_attention_heads": 4,
-        "attention_method": "MLA", "mla_scale_q_lora": True, "rope_theta": 1e7, "rope_scaling": None,
-    }
+    config = {**LONGCAT, "attention_method": "MLA", "mla_scale_q_lora": True, "rope_scaling": None}
     model = published.read(config).build()
     assert isinstance(model, Longcat)
     assert model.config.rope == {"theta": 1e7}
@@ -79,9 +89,6 @@ def test_published_spellings_of_longcat_and_yarn() -> None:
                                   "beta_slow": 1, "mscale_all_dim": 1.0}
 
 
-DEEPSEEK_V3 = {"model_type": "deepseek_v3", **DEEPSEEK, "rope_theta": 1e4}
-QWEN3 = {"model_type": "qwen3_moe", "vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 1,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "rope_theta": 1e6}
 REFUSED = [
     (DEEPSEEK_V3, {"q_lora_rank": None}, "q_lora_rank: expected the rank of the queries, found none"),
     (DEEPSEEK_V3, {"attention_bias": True}, "attention_bias: expected False, found True"),
@@ -100,6 +107,22 @@ REFUSED = [
     (QWEN3, {"rope_theta": None}, "rope_theta: expected the base of the angles, found none"),
     (QWEN3, {"vocab_size": None}, "the configuration is not complete: .*vocab_size"),
 ]
+
+
+@pytest.mark.parametrize("family", NEEDED)
+def test_no_size_is_filled_in_from_another_checkpoint(family: str) -> None:
+    config = NEEDED[family]
+    published.read(config)
+    for name in config.keys() - {"model_type"}:
+        for incomplete in ({k: v for k, v in config.items() if k != name}, {**config, name: None}):
+            with pytest.raises(PublishedConfigError, match=f"{name}.*(expected|found none)"):
+                published.read(incomplete)
+
+
+def test_every_missing_size_is_named() -> None:
+    incomplete = {k: v for k, v in LONGCAT.items() if k not in ("moe_topk", "v_head_dim")}
+    with pytest.raises(PublishedConfigError, match="expected v_head_dim, moe_topk, found none"):
+        published.read(incomplete)
 
 
 @pytest.mark.parametrize(("config", "change", "reason"), REFUSED, ids=[next(iter(c)) + str(i) for i, (_, c, _)

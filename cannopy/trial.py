@@ -171,8 +171,8 @@ def _compile(
         compiled = cannopy.compile(model, method, args, kwargs, replace(options, phase=phase))
     if options.parallel is not None and folder is not None:
         read = compiled.load(folder)
-        trial.notes.append(f"{phase}: {read.bytes_read} bytes of {folder} read for {read.shard_bytes} bytes of weights, "
-                           f"{read.shared_bytes} of which were there already.")
+        trial.notes.append(f"{phase}: {read.bytes_read} bytes of {folder} read for {read.shard_bytes} bytes of "
+                           f"weights, {read.shared_bytes} of which were there already.")
     trial.seconds[f"compile_{phase}"] = time.perf_counter() - start
     trial.note(phase, compiled)
     return compiled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -42,3 +43,17 @@ def shell(build: Callable[[], M]) -> M:
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 module._buffers[name] = buffer.to("meta")
     return model
+
+
+def hollow(model: M) -> M:
+    """A copy of ``model`` that is such a shell, without copying the weights."""
+    memo: dict[int, object] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                on_meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+                memo.setdefault(id(parameter), on_meta)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                memo.setdefault(id(buffer), buffer.to("meta"))
+    return copy.deepcopy(model, memo)

@@ -41,7 +41,8 @@ class LoadedModel:
 
     ``method`` is None for a serving model, which has a method per phase: ask `method_of`. ``make_inputs(phase)`` gives
     ``(args, kwargs)`` of a call, new objects each time. ``case`` prepares the calls of a generation and is None for a
-    factory's model. ``notes`` are remarks for the user, one sentence each.
+    factory's model. ``notes`` are remarks for the user, one sentence each. ``checkpoint`` is the folder that the
+    weights were read from.
     """
 
     model: nn.Module
@@ -50,6 +51,7 @@ class LoadedModel:
     make_inputs: Callable[[Phase], Call]
     case: GenerationCase | ServingCase | None = None
     notes: tuple[str, ...] = ()
+    checkpoint: Path | None = None
 
     def method_of(self, phase: Phase) -> str:
         """The method that computes ``phase``."""
@@ -193,7 +195,8 @@ def _serving_from_folder(
         raise ModelSourceError(f"{folder}: {e}") from e
     limit = int(config.get("max_position_embeddings") or 256)
     lengths = min(96, limit // 2), min(256, limit)
-    return _serving(model, name, call, lengths, options, notes)
+    loaded = _serving(model, name, call, lengths, options, notes)
+    return replace(loaded, checkpoint=folder if weights and files else None)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -234,7 +237,8 @@ def _from_folder(folder: Path, dtype: torch.dtype | None, weights: bool, call: _
         notes = (f"{folder} has no safetensors: random weights, seed {call.seed}.",)
     limit = config.get_text_config(decoder=True).max_position_embeddings
     case = GenerationCase(model.eval(), call.batch, min(96, limit // 2), min(256, limit), call.seed)
-    return LoadedModel(model, "forward", folder.resolve().name, case.inputs, case, notes)
+    return LoadedModel(model, "forward", folder.resolve().name, case.inputs, case, notes,
+                       None if notes else folder)
 
 
 def _architecture(folder: Path, config: Any) -> Any:

@@ -21,6 +21,7 @@ from cannopy.backend.options import BuildOptions
 from cannopy.backend.runtime import CompiledModel
 from cannopy.backend.torchair import PlanLostError, have_npu
 from cannopy.frontend import outputs, regions, state
+from cannopy.fusion_rules.parallel import experts
 from cannopy.fx_passes import kernels
 from cannopy.fx_passes.manager import PassError
 from cannopy.fx_passes.parallel import LAYOUT
@@ -263,4 +264,5 @@ def _report(
     planned = program.facts.get(planning.PLANNED)
     report.schedule |= planned.report() if planned else prediction.times(prediction.predict(program, target)[0])
     report.memory = memory.of(program, target).to_dict()
+    report.experts = experts.summary(program.facts.get(experts.EXPERTS, ()))
     return {**report.to_dict(), TIMELINE: planned.picture() if planned else None}

@@ -47,6 +47,8 @@ class CompileReport:
     source_bytes}: weights made from the model's at load time, their memory, what of it another compiled method had
     already, and what they were made from. ``memory``: bytes of one die (`cannopy.memory.DieMemory`): weights, caches,
     inputs, buffers, activations, reserved, total, capacity, fits, and buffsize_mb {group: HCCL_BUFFSIZE}.
+    ``experts``: how routed experts are spread over dies, one entry per way: {way: dispatch|routing, why, dies, tokens,
+    experts, rows, hccl_buffsize_mb, bytes_per_buffer, chunks, repeated, source}; see `fusion_rules.parallel.experts`.
     """
 
     fusions: dict[str, int] = field(default_factory=dict)
@@ -67,6 +69,7 @@ class CompileReport:
     regions: dict[str, Any] = field(default_factory=dict)
     weights: dict[str, int] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
+    experts: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def of(

@@ -49,6 +49,7 @@ def headline(report: CompileReport) -> str:
     line = memory_line(report.memory)
     if line:
         text += f"\n{line}"
+    text += "".join(f"\n{experts_line(each)}" for each in report.experts)
     cache = report.cache
     if cache:
         reason = f" ({_shortened(cache['reason'])})" if cache.get("reason") else ""
@@ -81,6 +82,19 @@ def memory_line(found: Mapping[str, Any]) -> str:
             f"{'fits' if found['fits'] else 'does not fit'}")
     sizes = [f"{kind} {mb}" for kind, mb in found["buffsize_mb"].items()]
     return text + (f"\nHCCL_BUFFSIZE of each group, MB: {', '.join(sizes)}" if sizes else "")
+
+
+def experts_line(each: Mapping[str, Any]) -> str:
+    """How one kind of routed experts is spread over dies."""
+    way = "dispatch and combine" if each["way"] == "dispatch" else "all-to-alls of static size"
+    text = f"experts: {each['experts']} on each of {each['dies']} dies, {each['tokens']} tokens per die by {way}"
+    if len(each["chunks"]) > 1:
+        text += f" in {len(each['chunks'])} chunks"
+    if each["bytes_per_buffer"]:
+        text += f", {each['bytes_per_buffer'] / 2**20:.3g} MB per buffer"
+    if each["repeated"] > 1:
+        text += f"; {each['repeated']} dies send the same tokens"
+    return text + (f"; not dispatch: {each['why']}" if each["why"] else "")
 
 
 def layer_kinds(hits: Iterable[Mapping[str, Any]]) -> list[tuple[str, dict[str, int]]]:

@@ -13,8 +13,8 @@ model rounds the routed sum before that addition, too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from torch import fx
@@ -30,6 +30,7 @@ from cannopy.fusion_rules.parallel.legality import (
     chunks,
     dispatch_limits,
     routed_bytes,
+    rows_per_die,
 )
 from cannopy.fusion_rules.parallel.mixtures import KIND, Mixture, mixtures, mlp, npu, wide_scales
 from cannopy.fusion_rules.parallel.shards import Part, take
@@ -37,7 +38,7 @@ from cannopy.fusion_rules.parallel.tokens import error
 from cannopy.fusion_rules.parallel.work import Work
 from cannopy.fx_passes.graph import aten, dtype, shape, where
 
-__all__ = ["AUTO", "EXPERTS", "KIND", "WAYS", "Spread", "cut"]
+__all__ = ["AUTO", "EXPERTS", "KIND", "WAYS", "Spread", "cut", "summary"]
 
 EXPERTS = "expert_parallel"
 """Key of `Program.facts`: a `Spread` for each layer of routed experts, in graph order."""
@@ -63,6 +64,20 @@ class Spread:
     repeated: int = 1
 
 
+def summary(spreads: Iterable[Spread]) -> list[dict[str, Any]]:
+    """The different ways among ``spreads`` as plain data; ``experts`` are those of a die, ``rows`` those that its grouped
+    matmuls have room for."""
+    found: dict[str, dict[str, Any]] = {}
+    for spread in spreads:
+        t = spread.traffic
+        most = replace(t, tokens=max(spread.chunks)) if spread.chunks else t
+        each = {"way": spread.way, "why": spread.why, "dies": t.ep, "tokens": t.tokens, "experts": t.local,
+                "rows": t.ep * rows_per_die(most), "hccl_buffsize_mb": spread.buffer_mb,
+                "bytes_per_buffer": spread.routed_bytes, "chunks": list(spread.chunks), "repeated": spread.repeated}
+        found.setdefault(str(each), {**each, "source": spread.source})
+    return list(found.values())
+
+
 def cut(work: Work) -> int:
     """Spread every mixture; the number of them. Raises `ParallelError` where one cannot be."""
     found = mixtures(work)
@@ -84,7 +99,7 @@ def _cut(work: Work, m: Mixture) -> Spread:
         out = _dispatched(work, m, own, weights)
     else:
         sizes = chunks(traffic, m.distinct)
-        biggest = Traffic(**{**vars(traffic), "tokens": max(sizes)})
+        biggest = replace(traffic, tokens=max(sizes))
         spread = Spread(where(m.end), way, why, traffic, routed_bytes=routed_bytes(biggest, m.distinct), chunks=sizes,
                         repeated=own.repeated)
         with work.editor.before(m.end):

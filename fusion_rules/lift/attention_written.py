@@ -79,8 +79,10 @@ def _written(match: Match) -> Written | Refusal:
     softmax, anchor = match["softmax"], match.anchor
     size = shape(softmax)
     mask, scale, scores, product = _scores(match["scores"])
-    if not is_call(product, *PRODUCT) or len(size) not in (4, 5):
+    if not is_call(product, *PRODUCT) or len(size) not in (4, 5) or shape(scores) != size:
         return _refusal("the scores are not a product of queries and keys over [batch, heads, queries, keys]", softmax)
+    if not all(_by_rows(p) for p in (product, anchor)):
+        return _refusal("the first operand of a product has not the rows of its result", anchor)
     before, after = moves_of(scores, product), moves_of(match["weights"], softmax)
     if before is None or after is None or shape(product)[-1] != size[-1]:
         return _refusal("the keys of a query are not one row of the scores", softmax)
@@ -94,6 +96,12 @@ def _written(match: Match) -> Written | Refusal:
         if counts[0] and counts[0] == counts[1]:
             return _typed(Written(product, keys, values, before, after, mask, scale, counts[0], False), anchor)
     return _refusal("keys and values are not one matrix for each head, or for each group of heads", anchor)
+
+
+def _by_rows(product: fx.Node) -> bool:
+    """Whether the product has one row for each row of its first operand, whose batch is not broadcast."""
+    first, second = (shape(cast(fx.Node, a)) for a in product.args)
+    return len(first) > 1 and len(second) > 1 and first[:-1] == shape(product)[:-1]
 
 
 def _typed(found: Written, anchor: fx.Node) -> Written | Refusal:

@@ -183,10 +183,22 @@ def _mask_per_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return _scores(q, k).masked_fill(hidden, INF).softmax(-1) @ v
 
 
+def _one_query_for_all_requests(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return _scores(q[:1], k).softmax(-1) @ v
+
+
+def _one_set_of_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The mask makes scores of every request from those of the first."""
+    hidden = torch.arange(S) > torch.arange(S)[:, None] + torch.arange(B)[:, None, None, None]
+    return torch.where(hidden, INF, _scores(q[:1], k[:1])).softmax(-1) @ v
+
+
 LIFT, FUSE = "lift_attention", "fused_infer_attention"
 OTHER: dict[str, tuple[Form, tuple[Tensor, ...], str, str]] = {
     "values of the next group": (_values_of_the_next_group, FEW, LIFT, "keys and values are not one matrix for each"),
     "keys of two queries": (_keys_of_two_queries, MANY, LIFT, "the keys of a query are not one row of the scores"),
+    "one query for all requests": (_one_query_for_all_requests, MANY, LIFT, "has not the rows of its result"),
+    "one set of scores": (_one_set_of_scores, MANY, LIFT, "the scores are not a product of queries and keys over"),
     "no batch": (_no_batch, MANY, LIFT, "the scores are not a product of queries and keys over"),
     "dtypes": (_mixed, MANY, LIFT, "q, k, v and the result are not of one dtype"),
     "a mask per head": (_mask_per_head, MANY, LIFT, "what is put on the scores is no mask for all heads"),

@@ -65,8 +65,8 @@ class Spread:
 
 
 def summary(spreads: Iterable[Spread]) -> list[dict[str, Any]]:
-    """The different ways among ``spreads`` as plain data; ``experts`` are those of a die, ``rows`` those that its grouped
-    matmuls have room for."""
+    """The different ways among ``spreads`` as plain data; ``experts`` are those of a die, and ``rows`` is what its
+    grouped matmuls have room for."""
     found: dict[str, dict[str, Any]] = {}
     for spread in spreads:
         t = spread.traffic

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from cannopy.backend import process_groups
-from cannopy.backend.host.kernels.moe_distribute_dispatch_v2 import UNUSED
+from cannopy.backend.host import target
+from cannopy.backend.host.kernels.moe_distribute_dispatch_v2 import UNUSED, WIDTH
 from cannopy.fusion_rules.contracts import ContractError
 from cannopy.fx_passes.parallel import Layout, Parallel
 from tests.engine.test_by_hand import one
@@ -140,6 +141,26 @@ def _check_order(rank: int, ranks: int) -> None:
     assert found["counts"].tolist() == sums
 
 
+def _check_scales(rank: int, ranks: int) -> None:
+    """On A2 the weights of the choices come with the rows, and combine takes them back."""
+    layout = _layout(rank, f"ep={ranks},dp={ranks}")
+    ids, group = _ids(rank, "spread"), layout.group("ep").name
+    where = (group, ranks, layout.position("ep"), EXPERTS)
+    with target.using("atlas-a2"):
+        rows, _, assist, tokens, counts, _, scales = npu.npu_moe_distribute_dispatch_v2(
+            _tokens(rank), ids, *where, expert_scales=_weights(rank), comm_alg="fullmesh", group_tp=group)
+        used, local = int(tokens.sum()), EXPERTS // ranks
+        origin = assist[: used * WIDTH].view(-1, WIDTH)[:, :3].tolist()
+        assert scales[:used].tolist() == [float(_weights(source)[t, k]) for source, t, k in origin]
+        assert bool((scales[used:] == 0).all())
+        done = rows.clone()
+        for i, (a, b) in enumerate(zip([0, *tokens.cumsum(0).tolist()], tokens.cumsum(0).tolist(), strict=False)):
+            done[a:b] = _expert(rows[a:b], layout.position("ep") * local + i)
+        y = npu.npu_moe_distribute_combine_v2(done, ids, assist, counts, _weights(rank), *where, expand_scales=scales,
+                                              comm_alg="fullmesh", group_tp=group)
+    _close(y, _dense(rank, ids, None, None, []))
+
+
 def _check_refusals(rank: int, ranks: int) -> None:
     """Before anything is sent, so on one rank alone."""
     layout = _layout(rank, f"ep={ranks},dp={ranks}")
@@ -198,7 +219,8 @@ def _counts(rows: list[int], width: int) -> tuple[torch.Tensor, torch.Tensor]:
     return counts, counts.cumsum(0) - counts
 
 
-CHECKS: tuple[Callable[[int, int], None], ...] = (_check_mixtures, _check_order, _check_refusals, _check_collectives)
+CHECKS: tuple[Callable[[int, int], None], ...] = (
+    _check_mixtures, _check_order, _check_scales, _check_refusals, _check_collectives)
 
 
 @pytest.mark.usefixtures("activated")

@@ -58,7 +58,8 @@ def npu_moe_distribute_combine_v2(
     order = sending_order(expert_ids, x_active_mask, moe_expert_num, special)
     to_rank = expert_ids.flatten()[order].long() * ep_world_size // moe_expert_num
     receive = torch.bincount(to_rank, minlength=ep_world_size).tolist()
-    y = _returned(expand_x, expert_ids, assist_info_for_combine, ep_send_counts, receive, group_ep)
+    sums = ep_send_counts[:moe_expert_num]  # what dispatch may have put behind them is for the device
+    y = _returned(expand_x, expert_ids, assist_info_for_combine, sums, receive, group_ep)
     if copy_expert_num or const_expert_num:
         constants = (const_expert_alpha_1, const_expert_alpha_2, const_expert_v)
         _special(y, expert_ids, ori_x, constants, moe_expert_num + zero_expert_num, copy_expert_num)

@@ -52,32 +52,38 @@ def npu_moe_distribute_dispatch_v2(
     A = BS·ep·min(E/ep, K), or global_bs·min(E/ep, K). expert_token_nums int64 [E/ep] counts them (type 1) or sums up
     the counts (type 0). assist_info_for_combine and ep_recv_counts (running sums by local expert and source rank) are
     for combine only; what else is in them differs between devices. Rows behind the last token are not set.
+    expert_scales float32 [BS,K] come out by row as expand_scales [A], and ep_recv_counts is then longer by
+    2·global_bs·K·(ep//8) numbers that stay 0 here.
     Source: op-plugin doc of npu_moe_distribute_dispatch_v2.
     """
     special = zero_expert_num + copy_expert_num + const_expert_num
     order = sending_order(expert_ids, x_active_mask, moe_expert_num, special)
     local = moe_expert_num // ep_world_size
     capacity = (global_bs or x.shape[0] * ep_world_size) * min(local, expert_ids.shape[1])
-    expand_x, assist, by_source = _exchanged(x, expert_ids, order, group_ep, (ep_world_size, ep_rank_id, local),
-                                             capacity)
+    expand_x, assist, by_source, expand_scales = _exchanged(
+        x, expert_ids, order, group_ep, (ep_world_size, ep_rank_id, local), capacity, expert_scales)
     per_expert = by_source.sum(0)
+    received = by_source.t().flatten().cumsum(0).to(torch.int32)
+    if expert_scales is not None:
+        more = 2 * (global_bs or x.shape[0] * ep_world_size) * expert_ids.shape[1] * (ep_world_size // 8)
+        received = torch.cat([received, received.new_zeros(more)])
     return (
         expand_x,
         torch.zeros(capacity, dtype=torch.float32),
         assist,
         per_expert if expert_token_nums_type == 1 else per_expert.cumsum(0),
-        by_source.t().flatten().cumsum(0).to(torch.int32),
+        received,
         torch.zeros(tp_world_size, dtype=torch.int32),
-        torch.zeros(0, dtype=torch.float32),
+        expand_scales,
     )
 
 
 def _exchanged(
     x: torch.Tensor, expert_ids: torch.Tensor, order: torch.Tensor, name: str, place: tuple[int, int, int],
-    capacity: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """expand_x, assist_info_for_combine, and how many rows came, [source rank, local expert]. ``place`` is the number
-    of ranks, this rank, and experts per rank; ``order`` the pairs to send."""
+    capacity: int, scales: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """expand_x, assist_info_for_combine, how many rows came, [source rank, local expert], and ``scales`` [BS,K] by row.
+    ``place`` is the number of ranks, this rank, and experts per rank; ``order`` the pairs to send."""
     (ranks, rank, local), k, group = place, expert_ids.shape[1], exchange.group_of(name)
     ids = expert_ids.flatten().long()[order]
     send = torch.bincount(ids, minlength=ranks * local)
@@ -95,7 +101,10 @@ def _exchanged(
     expand_x[: len(rows)] = rows[sorted_rows]
     assist = torch.full((max(x.shape[0] * k, capacity * WIDTH),), -1, dtype=torch.int32)
     assist[: len(rows) * WIDTH].view(-1, WIDTH)[:, :3] = origin[sorted_rows]
-    return expand_x, assist, by_source
+    expand_scales = torch.zeros(0 if scales is None else capacity)
+    if scales is not None:
+        expand_scales[: len(rows)] = exchange.all_to_all(scales.flatten()[order], to, come, group, OP)[sorted_rows]
+    return expand_x, assist, by_source, expand_scales
 
 
 def active_choices(expert_ids: torch.Tensor, x_active_mask: torch.Tensor | None) -> torch.Tensor:

@@ -20,6 +20,7 @@ from cannopy.fx_passes.parallel import LAYOUT, Layout, Parallel, ParallelError
 from cannopy.fx_passes.program import Program
 from cannopy.fx_passes.verifier import Verifier
 from tests.parallel import lockstep, lockstep_experts
+from tests.rules import test_moe_experts as sorted_experts
 from tests.rules.moe_support import Traced, trace
 
 Tensor = torch.Tensor
@@ -312,3 +313,13 @@ def test_experts_that_are_in_no_kernel_are_not_left_whole() -> None:
     weights = [torch.randn(16, H, INNER).bfloat16(), torch.randn(16, INNER, H).bfloat16()]
     with pytest.raises(ParallelError, match=r"this router chooses are in no kernel.* is it switched off"):
         cut(traced(loose, even(0), weights).program, "ep=2,dp=2", 0)
+
+
+def test_the_reason_of_the_fusion_is_told() -> None:
+    """Experts with another activation stay what they were; asked to spread them, the compiler says what stopped it."""
+    def gelu(up: Tensor) -> Tensor:
+        return F.gelu(up[:, : sorted_experts.MID]) * up[:, sorted_experts.MID :]
+
+    left, log = sorted_experts.traced(sorted_experts.Experts(act=gelu)).fused(sorted_experts.RULES)
+    with pytest.raises(ParallelError, match=r"_grouped_mm.* is not part of .*the fusion moe_experts did not apply: .*"):
+        cut(left.program, "ep=2,dp=2", 0, log=log)

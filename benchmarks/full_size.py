@@ -50,10 +50,10 @@ print(json.dumps({"code": code, "wall": wall, "cpu": cpu, "peak": peak, **report
 """
 
 
-def measure(name: str, form: str, phase: str, target: str, cache: Path) -> dict[str, Any]:
-    """One compilation in a process of its own: seconds, bytes and the report, or ``error``."""
+def measure(name: str, form: str, phase: str, target: str, cache: Path, more: Sequence[str] = ()) -> dict[str, Any]:
+    """One compilation in a process of its own, with ``more`` arguments: seconds, bytes and the report, or ``error``."""
     command = ["compile", name, "--size", "full", "--form", form, "--phase", phase, "--offline", "--target", target,
-               "--cache-dir", str(cache), "--json"]
+               "--cache-dir", str(cache), "--json", *more]
     done = subprocess.run([sys.executable, "-c", _CHILD, *command], capture_output=True, text=True, check=False,
                           env={**os.environ, "OMP_NUM_THREADS": "1"})
     lines = done.stdout.strip().splitlines()

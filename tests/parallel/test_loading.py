@@ -11,16 +11,20 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import cannopy
 from cannopy import checkpoints
 from cannopy.backend.artifact import Artifact, CallForm, Fingerprint
 from cannopy.backend.checkpoint import Checkpoint, CheckpointError, Stored
 from cannopy.backend.emit import emit
+from cannopy.backend.guards import GuardError
 from cannopy.backend.loading import Loading, Source, check_shapes
 from cannopy.backend.pieces import Box, Piece
+from cannopy.frontend.shells import hollow, shell
 from cannopy.fx_passes import weight_layout
 from cannopy.fx_passes.parallel import Parallel
 from cannopy.fx_passes.paths import compile_path
 from cannopy.fx_passes.program import Program
+from cannopy.models import zoo
 from tests.parallel import lockstep, ranks
 
 SIZES = {"num_hidden_layers": 2}
@@ -159,3 +163,53 @@ def test_recipes_with_asserts_run_on_values() -> None:
     assert bool((piece[1:3] > 0).all())
     assert piece.float().sum().item() == 12
     assert piece.shape == (4, 3)
+
+
+class Small(torch.nn.Module):
+    """A matrix, a table of angles that the model computes, a correction that the checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)
+        self.register_buffer("angles", torch.arange(32).float() / 32, persistent=False)
+        self.register_buffer("correction", torch.zeros(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj(x).float() * self.angles + self.correction
+
+
+def test_a_compiled_method_loads_its_weights(activated: None, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    real, x = Small().eval(), torch.randn(4, 64).bfloat16()
+    real.correction += 1
+    save_file({n: t.clone() for n, t in real.state_dict().items()}, tmp_path / "model.safetensors")
+    for empty in (shell(Small).eval(), hollow(real)):
+        assert [n for n, t in [*empty.named_parameters(), *empty.named_buffers()] if not t.is_meta] == ["angles"]
+        compiled = cannopy.compile(empty, example_inputs=(x,), options=cannopy.Options(use_cache=False))
+        with pytest.raises(CheckpointError, match=r"has no tensor for proj.weight"):
+            compiled.load(tmp_path, rename=lambda name: None if name == "proj.weight" else name)
+        read = compiled.load(tmp_path)
+        assert read.shard_bytes == 2 * 64 * 32 + 2 * 4 * 32
+        assert read.bytes_read + read.shared_bytes <= read.shard_bytes
+        assert read.bytes_read >= (2 * 64 * 32 + 4 * 32) * (not read.shared_bytes)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), real(x))
+        with pytest.raises(GuardError, match="load them again"):
+            compiled.refresh_weights()
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3.2", "longcat-flash", "qwen2.5", "qwen3-moe"])
+def test_names_of_transformers(name: str, tmp_path: Path) -> None:
+    model = zoo.build(zoo.preset(name, "tiny"), torch.bfloat16, 0)
+    model.save_pretrained(tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    stored = checkpoints.stored(model, checkpoint)
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    assert set(model.state_dict()) - set(stored) == tied
+    for key, value in model.state_dict().items():
+        if key in tied:
+            continue
+        assert checkpoint.shape(stored[key]) == value.shape, key
+        assert torch.equal(checkpoint.read(stored[key], tuple((0, n) for n in value.shape), value.dtype), value), key
+    empty = shell(lambda: type(model)._from_config(model.config, dtype=torch.bfloat16))
+    assert {k: v.dtype for k, v in empty.state_dict().items()} == {k: v.dtype for k, v in model.state_dict().items()}

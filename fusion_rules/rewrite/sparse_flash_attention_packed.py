@@ -42,7 +42,7 @@ PICKED = Alt((
 ))
 PATTERN = op(
     "cannopy::attention",
-    Any("q"),
+    Alt((op(aten.mul.Tensor, Any("q"), Number("q_scale"), commutative=True), Any("q"))),
     Any("k"),
     Any("v"),
     Through(op(aten.bitwise_and.Tensor, Any("attention_mask"), PICKED, commutative=True, name="both"), over=RESHAPE,
@@ -81,6 +81,11 @@ def _sizes(match: Match) -> tuple[int, int, int, int]:
     """B, N, S and L."""
     batch, heads, queries, _ = shape(match["q"])
     return batch, heads, queries, shape(match["k"])[2]
+
+
+def _scale(match: Match) -> float:
+    """The factor of the scores; one on the queries is part of it."""
+    return float(match["scale"]) * float(match.get("q_scale", 1.0))
 
 
 def _visible(match: Match) -> Causal | Packed | Refusal:
@@ -211,7 +216,7 @@ def _attention_illegal(match: Match, ctx: Context, found: Latent, keys: Keys, se
     tokens, rope, empty = batch * queries, found.rope.size[2], ctx.editor.empty
     latent = empty(keys.size(keys.latent, found.rank), dtype(keys.latent))
     args = (empty([tokens, heads, found.rank], dtype(match["q"])), latent, latent,
-            empty([tokens, 1, int(match["count"])], torch.int32), float(match["scale"]))
+            empty([tokens, 1, int(match["count"])], torch.int32), _scale(match))
     kwargs = _positions(match, ctx, keys, seen) | _attention_attributes(keys) | {
         "query_rope": empty([tokens, heads, rope], dtype(match["q"])),
         "key_rope": empty(keys.size(keys.rope, rope), dtype(keys.rope)),
@@ -267,7 +272,7 @@ def _emit_attention(match: Match, ctx: Context, found: Latent, keys: Keys, at: d
     latent = reshape(keys.latent, keys.size(keys.latent, found.rank))
     out = call(
         torch.ops.npu.npu_sparse_flash_attention.default, reshape(absorbed, [tokens, heads, found.rank]), latent,
-        latent, ctx.editor.item(chosen, 0), float(match["scale"]), **at,
+        latent, ctx.editor.item(chosen, 0), _scale(match), **at,
         query_rope=reshape(turned, [tokens, heads, rope]), key_rope=reshape(keys.rope, keys.size(keys.rope, rope)),
         **_attention_attributes(keys),
     )

@@ -68,6 +68,10 @@ def _other_softmax_scale(program: Program) -> None:
     node.args = (*node.args[:4], node.args[4] * 1.7, *node.args[5:])  # type: ignore[operator]
 
 
+def _factor_on_queries(program: Program) -> None:
+    before_operand(program, attention(program), 0, aten.mul.Tensor, 0.75)
+
+
 def _no_factor_on_weights(program: Program) -> None:
     weights = one(program, aten.mul.Tensor, where=lambda n: shape(n)[-1] == 4 and isinstance(n.args[1], float))
     weights.replace_all_uses_with(source(weights))
@@ -261,6 +265,7 @@ def _one_head_weight(program: Program) -> None:
 SAME: dict[str, tuple[Phase, Callable[[Program], None]]] = {
     "scale of the products": ("decode", _scaled),
     "scale of the softmax": ("prefill", _other_softmax_scale),
+    "factor on the queries": ("decode", _factor_on_queries),
     "no factor on the weights": ("prefill", _no_factor_on_weights),
     "one key less": ("decode", _key_of_one_step_less),
     "blocks of the other request": ("decode", _every_table_flipped),

@@ -72,7 +72,6 @@ class Trial:
             "passed": self.passed,
             "failures": self.parity.failures if self.parity else ["parity was not measured"],
             "error_ratios": ratios,
-            "tokens": sum(part.compiled.tokens for part in parts),
             "cache": {phase: report.cache.get("status", "") for phase, report in self.reports.items()},
         }
 

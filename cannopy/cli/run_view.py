@@ -35,13 +35,13 @@ def show(screen: Console, trial: Trial) -> None:
 
 
 def show_ranks(screen: Console, ranks: Sequence[Mapping[str, Any]]) -> None:
-    """A line per rank: its tokens, errors as multiples of plain bf16's, what its cache had, and the verdict."""
-    table = _numbers("rank", "phase", "tokens", "median", "p90", "largest", "cache", "verdict")
+    """A line per rank: errors as multiples of plain bf16's, what its cache had, and the verdict."""
+    table = _numbers("rank", "phase", "median", "p90", "largest", "cache", "verdict")
     for rank, found in enumerate(ranks):
         for i, (phase, ratios) in enumerate(found["error_ratios"].items()):
             table.add_row(
-                str(rank) if not i else "", phase, str(found["tokens"]) if not i else "",
-                *(f"{r:.2f}" for r in ratios), found["cache"].get(phase, ""),
+                str(rank) if not i else "", phase, *(f"{r:.2f}" for r in ratios),
+                found["cache"].get(phase.partition(" ")[0], ""),
                 "" if i else "[green]holds[/]" if found["passed"] else "[red]fails[/]",
             )
     screen.print("\n[bold]ranks[/]: errors as multiples of plain bf16's, each on its own requests")

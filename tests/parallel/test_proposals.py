@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from cannopy import cli
+from cannopy.cli import auto_layout
+from cannopy.frontend import sources
 from cannopy.fx_passes.parallel import Layout
 from cannopy.models.deepseek import DeepseekConfig
 from cannopy.models.longcat import LongcatConfig
@@ -94,3 +98,18 @@ def test_dies_and_auto_belong_together(capsys: pytest.CaptureFixture[str]) -> No
     assert "--dies N" in capsys.readouterr().err
     assert cli.main(["compile", "deepseek-r1", "--dies", "8", "--offline"]) != 0
     assert "--dies N" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "size", "form"), [
+    ("deepseek-r1", "tiny", "serving"), ("longcat-flash", "tiny", "stock"), ("qwen3-moe", "tiny", "serving"),
+    ("kimi-k2", "full", "serving"),
+])
+def test_layouts_of_what_is_compiled(name: str, size: str, form: Literal["stock", "serving"]) -> None:
+    loaded = sources.load(name, size=size, form=form, weights=False)
+    dies = 8 if size == "tiny" else 64
+    args = argparse.Namespace(model=name, size=size, phase="decode", batch=1, target="atlas-a3", dies=dies)
+    best = auto_layout.for_graph(args, loaded).best[0]
+    assert best.parallel.dies == dies
+    assert best.memory.fits
+    if size == "full":  # 2 TB of weights
+        assert best.parallel.ep == 64

@@ -19,7 +19,7 @@ LAYOUT = "layout"
 ROUTED_EP = "ep_routed"
 """The ranks of ``ep`` once more, for tokens that go by all-to-all: dispatch and combine have ``ep`` to themselves."""
 
-KINDS = ("attn_tp", "o_proj_tp", "dense_tp", "embed_tp", "lm_head_tp", "moe_tp", "ep", ROUTED_EP)
+KINDS = ("attn_tp", "o_proj_tp", "dense_tp", "embed_tp", "lm_head_tp", "moe_tp", "ep", ROUTED_EP, "cp")
 """Kinds of groups in the order in which all ranks create them."""
 
 
@@ -31,7 +31,8 @@ class ParallelError(ValueError):
 class Parallel:
     """Sizes of the groups of dies. ``ep``: experts are spread over so many dies (1: none is), ``moe_tp``: experts cut
     in width instead. ``attn_tp`` cuts heads; ``dp`` is the number of attention replicas, 0 for as many as there are.
-    ``o_proj_tp``, ``dense_tp``, ``embed_tp``, ``lm_head_tp``: groups of data-parallel dies that share that matrix."""
+    ``o_proj_tp``, ``dense_tp``, ``embed_tp``, ``lm_head_tp``: groups of data-parallel dies that share that matrix.
+    ``cp``: a prompt is split over all dies, each of which is called with all of it."""
 
     ep: int = 1
     dp: int = 0
@@ -41,6 +42,7 @@ class Parallel:
     embed_tp: int = 1
     lm_head_tp: int = 1
     moe_tp: int = 1
+    cp: int = 1
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -73,7 +75,8 @@ class Parallel:
     def dies(self) -> int:
         """Dies of the whole layout."""
         replicas = max(self.dp, 1) * self.attn_tp
-        return max(replicas, self.ep * self.moe_tp, self.o_proj_tp, self.dense_tp, self.embed_tp, self.lm_head_tp)
+        return max(replicas, self.ep * self.moe_tp, self.o_proj_tp, self.dense_tp, self.embed_tp, self.lm_head_tp,
+                   self.cp)
 
     def __str__(self) -> str:
         """The sizes that are not 1, as `parse` takes them."""

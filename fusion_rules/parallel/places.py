@@ -77,7 +77,7 @@ def attentions_behind(node: fx.Node) -> list[fx.Node]:
             found[node] = None
         elif called(node, _PRODUCTS) or is_call(node, *_MOVES):
             todo.append(cast(fx.Node, node.args[0]))
-        elif pointwise(node):
+        elif pointwise(node) or is_call(node, aten.cat.default):
             todo += node.all_input_nodes
     return list(found)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from cannopy.fusion_rules.engine.record import Log
-from cannopy.fusion_rules.parallel import dense, experts, heads, moe_tp, o_proj, vocabulary
+from cannopy.fusion_rules.parallel import context, dense, experts, heads, moe_tp, o_proj, vocabulary
 from cannopy.fusion_rules.parallel.work import Work
 from cannopy.fx_passes.graph import Editor
 from cannopy.fx_passes.parallel import LAYOUT, Layout, ParallelError
@@ -30,6 +30,7 @@ Step = Callable[[Work], int]
 def steps() -> Mapping[str, Step]:
     """Each kind of cut by the group that it belongs to, in the order in which they are made."""
     return MappingProxyType({
+        context.KIND: context.cut,
         o_proj.KIND: o_proj.cut,
         heads.KIND: heads.cut,
         dense.KIND: dense.cut,
@@ -52,10 +53,13 @@ def run(program: Program, target: str, way_of_experts: str = experts.AUTO, log: 
     if layout is None or layout.parallel.dies == 1:
         return 0
     work = Work(program, Editor(program.gm), layout, target, way_of_experts, log)
-    cuts = {kind: step(work) for kind, step in steps().items() if layout.size(kind) > 1}
-    for kind in (kind for kind, places in cuts.items() if not places):
-        raise ParallelError(f"{kind}={layout.size(kind)} finds nothing to cut in this graph; leave {kind} out")
-    work.editor.sweep()
+    cuts: dict[str, int] = {}
+    for kind, step in steps().items():
+        if layout.size(kind) > 1:
+            cuts[kind] = step(work)
+            work.editor.sweep()  # the next kind must not find what this one has replaced
+            if not cuts[kind]:
+                raise ParallelError(f"{kind}={layout.size(kind)} finds nothing to cut in this graph; leave {kind} out")
     drop_unread(program, work.editor)
     program.facts[CUTS] = cuts
     return sum(cuts.values())

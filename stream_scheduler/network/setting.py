@@ -79,6 +79,8 @@ class Parallel(Layout):
         for name, size in (("dense_tp", self.dense_tp), ("lm_head_tp", self.lm_head_tp)):
             if self.attn_tp > 1 and size not in (1, self.attn_tp):
                 raise SettingError(f"attn_tp={self.attn_tp} already divides what {name}={size} would; leave {name} out")
+        if self.cp > 1:
+            raise SettingError(f"the estimate does not know prompts that are split over dies; leave cp={self.cp} out")
         for name, size in (("ep", self.ep), ("moe_tp", self.moe_tp)):
             if size > 1 and model.experts is None:
                 raise SettingError(f"{model.title} has no experts; leave {name} out")

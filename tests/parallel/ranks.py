@@ -22,6 +22,7 @@ from cannopy.fx_passes.paths import compile_path
 from cannopy.fx_passes.program import Program
 from cannopy.fx_passes.verifier import Verifier
 from cannopy.models import zoo
+from cannopy.models.requests import Requests
 from cannopy.options import Options
 from cannopy.parity.graph import GraphParity, Values
 from cannopy.parity.measure import ParityReport
@@ -43,17 +44,24 @@ class Case:
 
 
 @functools.lru_cache(maxsize=2)
-def serving(name: str, phase: str = "decode", next_n: int = 1, **sizes: Any) -> Case:
-    """The zoo's ``name`` in serving form, tiny, with ``sizes`` changed; caches hold random rows."""
+def serving(name: str, phase: str = "decode", prompts: tuple[int, ...] = (24,), **sizes: Any) -> Case:
+    """The zoo's ``name`` in serving form, tiny, with ``sizes`` changed; caches hold random rows.
+
+    A prefill reads prompts of these lengths, without the padding, whose rows mean nothing.
+    """
     preset = zoo.preset(name, "tiny")
     model = zoo.build_serving(replace(preset, config={**preset.config, **sizes}))
 
     def call(seed: int) -> Call:
-        source = ServingCase(model, 2 if phase == "decode" else 1, 24, 128, seed, next_n)
+        if phase == "prefill":
+            asked = Requests(model, len(prompts), 1, 128, seed)
+            fill(asked.cache, seed)
+            generator = torch.Generator().manual_seed(seed)
+            tokens = torch.randint(0, model.lm_head.out_features, (sum(prompts),), generator=generator)
+            return (*asked.prefill_inputs(tokens.split(prompts)), asked.cache)
+        source = ServingCase(model, 2, 24, 128, seed, 1)
         requests = source.new_requests()
         fill(requests.cache, seed)
-        if phase == "prefill":  # without the padding, whose rows mean nothing
-            return (*requests.prefill_inputs(source.prompts()), requests.cache)
         requests.lengths = source.prompt_lengths
         return source.decode(source.ids("decode"), requests)[0]
 
@@ -86,16 +94,16 @@ def cuts(case: Case, parallel: str) -> list[Program]:
 
 
 def check(case: Case, parallel: str, joint: Mapping[Any, Any] | None = None) -> list[ParityReport]:
-    """Run all ranks of ``parallel`` on requests of their own (the same within a group of attn_tp), once.
+    """Run all ranks of ``parallel`` on requests of their own (the same within a group of attn_tp or cp), once.
 
     The reports of the first and the last rank, which eager in two dtypes is run for.
     """
     programs = cuts(case, parallel)
-    heads = Parallel.parse(parallel).attn_tp
-    calls = [case.call(rank // heads) for rank in range(len(programs))]
-    values = [_values(case, program, args) for program, args in zip(programs, calls, strict=True)]
+    same = len(programs) if Parallel.parse(parallel).cp > 1 else Parallel.parse(parallel).attn_tp
+    calls = [case.call(rank // same) for rank in range(len(programs))]
+    given = [values(case, program, args) for program, args in zip(programs, calls, strict=True)]
     recorders = [Recorder() for _ in programs]
-    found = lockstep.run(programs, values, joint, recorders)
+    found = lockstep.run(programs, given, joint, recorders)
     both = list(zip(calls, programs, found, recorders, strict=True))[:: len(programs) - 1]
     return [
         _Ran(case, args, program, rank, recorder).check(program)
@@ -103,7 +111,8 @@ def check(case: Case, parallel: str, joint: Mapping[Any, Any] | None = None) -> 
     ]
 
 
-def _values(case: Case, program: Program, args: Call) -> dict[str, torch.Tensor]:
+def values(case: Case, program: Program, args: Call) -> dict[str, torch.Tensor]:
+    """The inputs of ``program`` by name in that call."""
     found = {s.name: compile_path(s.source)(case.model, args, {}).detach() for s in program.inputs}
     return {s.name: found[s.name] if s.view is None else found[s.name].view(s.view) for s in program.inputs}
 

@@ -38,8 +38,11 @@ def test_models(model: tuple[str, dict[str, int]], phase: str, collectives: tupl
             assert report.passed, report.failures
 
 
-@pytest.mark.parametrize("parallel", [
-    "dp=4,o_proj_tp=4,dense_tp=2,embed_tp=2,lm_head_tp=4", "attn_tp=2,dp=2,dense_tp=2,moe_tp=2,embed_tp=2,lm_head_tp=2"])
+FOUR = ["dp=4,o_proj_tp=4,dense_tp=2,embed_tp=2,lm_head_tp=4",
+        "attn_tp=2,dp=2,dense_tp=2,moe_tp=2,embed_tp=2,lm_head_tp=2"]
+
+
+@pytest.mark.parametrize("parallel", FOUR)
 def test_four_dies(parallel: str) -> None:
     for report in ranks.check(ranks.serving("deepseek-r1", num_hidden_layers=2), parallel):
         assert report.passed, report.failures

@@ -22,6 +22,9 @@ ROUTED_BYTES = 2**30
 """Most bytes of one buffer of tokens of a prompt that is routed without dispatch; about five of them are alive at once
 in a layer. More tokens go in chunks."""
 
+MOST_ROWS = 2**24
+"""Most rows of a buffer: their numbers are sorted in float32, which has these exactly."""
+
 MOST_CHUNKS = 16
 """Most chunks of tokens of a prompt in one layer: each has three all-to-alls."""
 
@@ -108,12 +111,12 @@ def routed_bytes(t: Traffic, distinct: bool = True) -> int:
 
 
 def chunks(t: Traffic, distinct: bool = True) -> list[int]:
-    """Tokens of each chunk of a prompt, as equal as can be, so that a buffer has at most `ROUTED_BYTES`.
+    """Tokens of each chunk of a prompt, as equal as can be, so that a buffer has at most `ROUTED_BYTES` and `MOST_ROWS`.
 
     Raises `ParallelError` with the arithmetic when that takes more than `MOST_CHUNKS`.
     """
     per_token = routed_bytes(replace(t, tokens=1), distinct)
-    most = ROUTED_BYTES // per_token
+    most = min(ROUTED_BYTES // per_token, MOST_ROWS // (t.ep * rows_per_die(replace(t, tokens=1), distinct)))
     count = -(-t.tokens // most) if most else t.tokens + 1
     if count > MOST_CHUNKS:
         each = min(t.top_k, t.local) if distinct else t.top_k

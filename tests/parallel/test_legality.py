@@ -77,6 +77,7 @@ def test_rows_and_chunks_of_a_prompt() -> None:
         assert max(sizes) - min(sizes) <= 1
     with pytest.raises(ParallelError, match=rf"128 dies · 2 rows · 7168 .* hold {MOST_CHUNKS * most} tokens"):
         chunks(replace(R1, tokens=MOST_CHUNKS * most + 1))
+    assert chunks(replace(R1, hidden=1, tokens=MOST_ROWS // 256 + 1)) == [2**15 + 1, 2**15]  # 256 rows per token
     with pytest.raises(ParallelError, match="256 experts / 96 dies is no whole number"):
         chunks(replace(R1, ep=96))
     with pytest.raises(ParallelError, match="hold 0 tokens"):

@@ -111,7 +111,7 @@ def routed_bytes(t: Traffic, distinct: bool = True) -> int:
 
 
 def chunks(t: Traffic, distinct: bool = True) -> list[int]:
-    """Tokens of each chunk of a prompt, as equal as can be, so that a buffer has at most `ROUTED_BYTES` and `MOST_ROWS`.
+    """Tokens of each chunk of a prompt, as equal as can be, so that a buffer keeps to `ROUTED_BYTES` and `MOST_ROWS`.
 
     Raises `ParallelError` with the arithmetic when that takes more than `MOST_CHUNKS`.
     """

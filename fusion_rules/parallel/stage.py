@@ -52,6 +52,8 @@ def run(program: Program, target: str, way_of_experts: str = experts.AUTO, log: 
     layout: Layout | None = program.facts.get(LAYOUT)
     if layout is None or layout.parallel.dies == 1:
         return 0
+    if way_of_experts != experts.AUTO and layout.size(experts.KIND) == 1:
+        raise ParallelError(f"experts={way_of_experts} is asked for, but {layout.parallel} spreads no experts: give ep")
     work = Work(program, Editor(program.gm), layout, target, way_of_experts, log)
     cuts: dict[str, int] = {}
     for kind, step in steps().items():

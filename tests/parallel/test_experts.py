@@ -303,6 +303,11 @@ def test_numbers_that_do_not_fit() -> None:
         cut(traced(plain, even(0), parameters()).program, "ep=3,dp=3", 0)
 
 
+def test_a_way_for_experts_that_are_not_spread() -> None:
+    with pytest.raises(ParallelError, match="experts=routing is asked for, but dp=2 spreads no experts"):
+        cut(traced(plain, even(0), parameters()).program, "dp=2", 0, way="routing")
+
+
 def test_experts_that_are_in_no_kernel_are_not_left_whole() -> None:
     def loose(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         scores, ids, _ = npu.npu_moe_gating_top_k(x[:, :16].float(), K)

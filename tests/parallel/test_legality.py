@@ -10,6 +10,7 @@ import pytest
 from cannopy.fusion_rules.parallel.legality import (
     MIB,
     MOST_CHUNKS,
+    MOST_ROWS,
     ROUTED_BYTES,
     Traffic,
     buffer_mb,

@@ -242,17 +242,17 @@ class _Tolerant(Matcher):
         if state.hole is not None and state.gap != gap:
             return
         if isinstance(p, Op) and isinstance(value, fx.Node):
-            yield from self._inserted(p, value, state)
+            yield from self._inserted(p, value, state, user)
             yield from self._left_out(p, value, state, user, stop)
         yield replace(state, hole=stop, gap=gap) if state.hole is None else state
 
-    def _inserted(self, p: Op, value: fx.Node, state: State) -> Iterator[State]:
+    def _inserted(self, p: Op, value: fx.Node, state: State, user: fx.Node) -> Iterator[State]:
         """``p`` behind operations too many: one of any kind, then some of one operand."""
         gap, between, level = (id(p), id(value)), [value], [value]
         while level and len(between) <= self.BETWEEN:
             level = [operand for node in level if node.op == "call_function" for operand in node.all_input_nodes]
             text = f"{', '.join(map(describe, between))} in between"
-            hole = state.hole or self._stop("operation", (p,), state, value, value, text)
+            hole = state.hole or self._stop("operation", (p,), state, user, value, text)
             for operand in level:
                 yield from super()._match(p, operand, replace(state, hole=hole, gap=gap), value)
             level = level if len(level) == 1 and not is_one_of(level[0].target, p.targets) else []

@@ -50,10 +50,18 @@ class Stop:
 
     @property
     def found(self) -> str:
-        """What the graph has there."""
+        """What the graph has there, and what reads it where that is another line."""
         if not self.text and any(isinstance(w, Op) and str(w.target).startswith(MADE) for w in self.wanted):
             return f"{describe(self.value)} = {formula(self.value)}"
-        return self.text or describe(self.value)
+        return f"{self.text or describe(self.value)}{self._reader()}"
+
+    def _reader(self) -> str:
+        value, user = self.value, self.user
+        if self.kind not in ("operation", "value") or not isinstance(value, fx.Node) or user is None:
+            return ""
+        if user is value or not user.meta.get("source") or user.meta["source"] == value.meta.get("source"):
+            return ""
+        return f", read by {short(user.target)} ({where(user)})"
 
     @property
     def reason(self) -> str:

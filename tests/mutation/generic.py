@@ -269,10 +269,17 @@ def _reads_other(e: Edit, n: fx.Node) -> None:
         raise NotHereError
     new = e.rng.choice(like)
     e.swap_input(n, old, new)
-    e.read.add(new.name)
-    while len(new.all_input_nodes) == 1:  # a reason may name what it is a function of
-        new = new.all_input_nodes[0]
-        e.read.add(new.name)
+    e.read |= _lineage(new)
+    e.instead |= _lineage(old)
+
+
+def _lineage(node: fx.Node) -> set[str]:
+    """``node`` and what it is a function of: a reason looks through operations of one operand."""
+    names = {node.name}
+    while len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+        names.add(node.name)
+    return names
 
 
 KEEP = {"legal": True, "same": True}

@@ -42,6 +42,8 @@ class Edit:
     editor: Editor = field(init=False)
     read: set[str] = field(default_factory=set)
     """Nodes that are read where another one was, and inputs that the change adds: a reason at one names the change."""
+    instead: set[str] = field(default_factory=set)
+    """Nodes that are no longer read there: a reason that two places read different values names the change at one."""
 
     def __post_init__(self) -> None:
         self.editor = Editor(self.program.gm)

@@ -87,7 +87,7 @@ def drawn(seed: int, cases: Sequence[str] = (), operators: Sequence[str] = ()) -
     operator = OPERATORS[rng.choice(list(operators or OPERATORS))]
     names = list(cases or CASES)
     while names:
-        name = rng.choices(names, [WEIGHTS[n] for n in names])[0]
+        name = rng.choices(names, [WEIGHTS.get(n, 1) for n in names])[0]
         if operator.sites(case(name).program):
             return one(case(name), operator, seed)
         names.remove(name)
@@ -149,7 +149,8 @@ def _judge(outcome: Outcome, c: Case, operator: Operator, edit: Edit) -> None:
     for name in outcome.lost:
         misses = [m for m in done.log.misses if m.rule in (name, *BEHIND.get(name, ()))]
         outcome.reasons += [f"{m.rule}: {m.reason} [{m.node}, {m.source}]" for m in misses]
-        if not any(_names(m, operator) or m.node in edit.read for m in misses):
+        if not any(_names(m, operator) or m.node in edit.read or (m.kind == "operand" and m.node in edit.instead)
+                   for m in misses):
             outcome.silent.append(name)
 
 

@@ -74,7 +74,7 @@ def test_the_place_that_differs(name: str) -> None:
     program, log = program_of(body, torch.zeros(3, 4), torch.zeros(4)), Log()
     apply([Rule("scores", "", SCORES, drop, near=2)], Context(program, Editor(program.gm)), log)
     (miss,) = log.misses
-    assert (miss.expected, miss.found) == (expected, found)
+    assert (miss.expected, miss.found.partition(", read by ")[0]) == (expected, found)
     assert miss.matched >= 2 + (name != "another one")
 
 
@@ -94,6 +94,17 @@ def test_a_near_attempt_is_told_and_not_a_longer_far_one() -> None:
                near=NEVER)
     near = Rule("a", "", op(aten.sin.default, op(aten.cos.default, op(aten.abs.default, Any()))), drop, near=2)
     assert [m.expected for m in log_of(far, near).misses] == ["aten.abs"]
+
+
+def test_what_reads_the_value_is_told_where_it_is_another_line() -> None:
+    program, log = program_of(lambda x: (x.cos() + 1.0).sin(), torch.zeros(3)), Log()
+    for node in program.gm.graph.nodes:
+        node.meta["source"] = "model.py:2" if node.target is aten.sin.default else "model.py:1"
+    wanted = op(aten.sin.default, op(aten.add.Tensor, op(aten.tan.default, Any()), Any()))
+    rules = [Rule("a", "", SIN_COS, drop, near=1), Rule("b", "", wanted, drop, near=1)]
+    apply(rules, Context(program, Editor(program.gm)), log)
+    assert [m.found for m in log.misses] == ["aten.add float32[3] in between, read by aten.sin (model.py:2)",
+                                             "aten.cos float32[3]"]
 
 
 def test_what_stands_where_a_rule_should_have_made_an_operation_is_written_out() -> None:

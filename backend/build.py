@@ -29,7 +29,7 @@ from cannopy.backend.cache.manifest import artifact as read_artifact
 from cannopy.backend.cache.publish import publish
 from cannopy.backend.cache.store import Found
 from cannopy.backend.emit import constant, emit
-from cannopy.backend.ge_graph import plan_check
+from cannopy.backend.ge_graph import plan_check, provenance
 from cannopy.backend.options import BuildOptions
 from cannopy.backend.placing import nz_cast, on_meta, placed
 from cannopy.backend.runtime import CompiledModel, ExecutorFactory, GeneratedModule, MakeOutput, eager_executor
@@ -234,7 +234,8 @@ def build(
         log = factory.log
     executor = compiled.executor()
     if isinstance(executor, torchair.Loaded):
-        _check_plan(executor.ge_graph, program)
+        if isinstance(factory, torchair.TorchairFactory):
+            _check_plan(executor.ge_graph, program, artifact.module.source, factory.lines)
         artifact = replace(artifact, report=dict(artifact.report) | executor.counts())
     compiled.artifact = artifact
     reason = found.reason
@@ -248,10 +249,13 @@ def build(
     return compiled
 
 
-def _check_plan(ge_graph: Any, program: Program) -> None:
+def _check_plan(ge_graph: Any, program: Program, source: str, lines: Mapping[str, int]) -> None:
     """`torchair.PlanLostError` when the lowered graph does not carry the plan that was written into ``program``."""
     plan = program.facts.get(emission.PLAN)
-    wrong = plan_check.check(ge_graph, program, plan) if plan is not None else []
+    if plan is None:
+        return
+    calls = provenance.statements(source, program.gm.graph)
+    wrong = plan_check.check(ge_graph, program, plan, {op: calls[line] for op, line in lines.items()})
     if wrong:
         raise torchair.PlanLostError("torchair lowered the graph without its plan:\n  " + "\n  ".join(wrong[:5])
                                      + "\nschedule{streams=forbid,...} or a pipeline without the stage leaves it out")

@@ -26,7 +26,7 @@ import torch
 
 from cannopy.backend import hccl_groups, process_groups
 from cannopy.backend.cache.agree import RankError
-from cannopy.backend.ge_graph import summary
+from cannopy.backend.ge_graph import provenance, summary
 from cannopy.backend.options import BuildOptions
 from cannopy.backend.quiet import quiet
 from cannopy.backend.runtime import GeneratedModule, Tensors
@@ -150,6 +150,8 @@ class TorchairFactory:
         self.options = options
         self.work = work
         self.log: list[str] = []
+        self.lines: dict[str, int] = {}
+        """{GE op: line of the generated file} of what was compiled last."""
         self._reuse: types.ModuleType | None = None
 
     def __call__(self, generated: GeneratedModule) -> Loaded:
@@ -169,7 +171,8 @@ class TorchairFactory:
         """
         given = [*tensors, *generated.instance.parameters(), *generated.instance.buffers()]
         run = not (any(t.is_meta for t in given) or process_groups.is_fake())
-        with self._torchair(), _generated_code(None, run) as modules:
+        file = str(generated.module.__file__)
+        with self._torchair(), _generated_code(None, run) as modules, provenance.recording(file) as self.lines:
             compiled = self._cache_compile(generated)
             try:
                 generated.call(compiled, tensors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -98,7 +99,7 @@ def run(program: Program, stage: Stage, target: str, plan_file: Path | None) -> 
         added = emission.write(program, planned.plan)
     except PlanError as error:
         if plan_file is not None:
-            raise PlanFileError(f"{plan_file}: {error}") from None
+            raise PlanFileError(f"{plan_file}: {_located(str(error), plan_file, planned.schedule)}") from None
         logger.warning("the plan of the scheduler cannot be written and is not used: %s", error)
         before.restore(program)
         added = len(program.gm.graph.nodes)  # the nodes are others, as the verifier sees
@@ -122,14 +123,15 @@ def make(program: Program, stage: Stage, target: str, plan_file: Path | None = N
     plan = _read(plan_file, found.schedule, target) if plan_file else None
     if plan is None or not plan.complete:
         options = options_of(stage, target, plan.pins if plan else None, facts.groups)
-        options = replace(options, sizes=facts.sizes)
+        options = replace(options, sizes=facts.sizes, cannot_wait=emission.cannot_wait(program))
         try:
             plan = schedule(found.schedule, machine, options, SuperKernels(hardware.family))
         except PlanError as error:
-            raise PlanFileError(f"{plan_file or 'pipeline, stage schedule'}: {error}") from None
+            text = _located(str(error), plan_file, found.schedule) if plan_file else str(error)
+            raise PlanFileError(f"{plan_file or 'pipeline, stage schedule'}: {text}") from None
     wrong = verifier.verify_plan(plan, found.schedule, hardware, facts, _eligible)
     if wrong and plan_file:
-        reasons = "\n".join(f"  {violation}" for violation in wrong[:10])
+        reasons = "\n".join(f"  {_located(str(violation), plan_file, found.schedule)}" for violation in wrong[:10])
         raise PlanFileError(f"{plan_file} is rejected:\n{reasons}", "correct the plan, or leave --plan out")
     if wrong:
         logger.warning("the plan of the scheduler is rejected and not used: %s", "; ".join(map(str, wrong[:3])))
@@ -180,6 +182,15 @@ def _read(file: Path, graph: Schedule, target: str) -> Plan:
     if plan.target != target:
         raise PlanFileError(f"{file} is for {plan.target}, and the target is {target}", f"--target {plan.target}")
     return plan
+
+
+def _located(text: str, file: Path, graph: Schedule) -> str:
+    """``text`` about kernels, followed by the lines of ``file`` that they stand in."""
+    from cannopy.stream_scheduler.plan.text import places
+
+    found = places(file.read_text(encoding="utf-8"), graph)
+    named = dict.fromkeys(word for word in re.findall(r"\w+(?:\.\w+)*", text) if word in found)
+    return f"{text}\n    " + "\n    ".join(f"{n}: {found[n]}" for n in named) if named else text
 
 
 def _serial(graph: Schedule, target: str, reason: str) -> Plan:

@@ -15,12 +15,10 @@ LEAST = 2
 
 @dataclass(frozen=True)
 class SuperKernels:
-    """A `Fuser` for one target. ``family``: product family. ``static``: whether all shapes of the graph are fixed,
-    ``graph_mode``: torchair's mode; SuperKernels exist for static graphs in ``max-autotune`` alone."""
+    """A `Fuser` for one target, ``family`` of products. SuperKernels exist for static graphs in torchair's mode
+    max-autotune alone, which is what every graph is compiled to."""
 
     family: str
-    static: bool = True
-    graph_mode: str = "max-autotune"
 
     @property
     def options(self) -> str:
@@ -32,10 +30,6 @@ class SuperKernels:
         """Why there can be no region at all."""
         if self.family not in TARGETS:
             return f"SuperKernels need one of {', '.join(sorted(TARGETS))}, the target is {self.family}"
-        if not self.static:
-            return "SuperKernels need a static graph, this one has dynamic shapes"
-        if self.graph_mode != "max-autotune":
-            return f"SuperKernel scopes have an effect in max-autotune alone, the mode is {self.graph_mode}"
         return None
 
     def runs(self, tasks: Sequence[Task], forbidden: frozenset[str] = frozenset()) -> Runs:

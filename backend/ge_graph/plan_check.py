@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
 from cannopy.backend.ge_graph import proto
-from cannopy.backend.ge_graph.op_types import METADATA
+from cannopy.backend.ge_graph.op_types import GRAPH_INPUTS
+from cannopy.fx_passes.graph import is_call
 from cannopy.fx_passes.program import Program
-from cannopy.stream_scheduler.emission import marks, scope_runs
-from cannopy.stream_scheduler.plan.model import Plan
+from cannopy.stream_scheduler.emission import marks
+from cannopy.stream_scheduler.plan.model import Plan, PlannedPrefetch, Wait
+from cannopy.stream_scheduler.simulator.schedule import MAIN
 
 MAY_VANISH = frozenset(
     getattr(torch.ops.aten, name).default
@@ -21,145 +23,164 @@ MAY_VANISH = frozenset(
                  "unsqueeze", "detach", "lift_fresh_copy")
     if hasattr(getattr(torch.ops.aten, name), "default")
 ) | {torch.ops.aten.transpose.int, torch.ops.aten.slice.Tensor, torch.ops.aten.select.int}
-"""Operators of which nothing need be left: torchair writes views onto what they view, GE drops casts without effect."""
-
-BESIDE = frozenset({"Transpose", "TransData", "Cast", "BroadcastTo", "Expand"})
-"""Ops that converters put in front of the op of a call: other memory, another dtype, another shape."""
+"""Operators of which nothing need be left: torchair writes views onto what they view, tracing drops copies and casts
+without effect."""
 
 TEXTS = (marks.STREAM, marks.PRIORITY, marks.CUBE, marks.VECTOR, marks.SUPER_KERNEL, marks.SUPER_KERNEL_OPTIONS)
+ORDERED = frozenset({"Cmo", "NetOutput"})
+"""Ops that may have control edges without a wait of the plan: prefetches follow one another, the end follows them."""
 
 
-def check(ge_graph: Any, program: Program, plan: Plan) -> list[str]:
+def check(ge_graph: Any, program: Program, plan: Plan, made: Mapping[str, str]) -> list[str]:
     """What is wrong with ``ge_graph`` (torchair's GraphDef), lowered from the graph of ``program`` into which ``plan``
     was written; empty when nothing is.
 
-    torchair notes the traced call on the op that it becomes; calls of one operator keep their order, which is how
-    kernels are found again. Operators that tracing takes apart (a matmul of several dims) or that torchair makes a part
-    of a view (a permute, a cast without effect) are not found so: what they have become stands between the kernels
-    around them, and some op there has to have their attributes, unless nothing need be left of them.
+    Args:
+        made: {GE op: call of the graph that it was made for} (`provenance`); graph inputs and the output are of none.
+
+    Every op of a planned kernel has what the plan gives that kernel, no other op has anything; each wait and each
+    prefetch is there between ops of the kernels that the plan names, and there are no others. A kernel has to be there
+    unless it is one of `MAY_VANISH`.
     """
-    return _Check(ge_graph, program, plan).run()
+    return _Check(ge_graph, program, plan, made).run()
 
 
 class _Check:
-    def __init__(self, ge_graph: Any, program: Program, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, ge_graph: Any, program: Program, plan: Plan, made: Mapping[str, str]) -> None:
+        self.plan, self.made = plan, made
         self.ops = list(ge_graph.op)
-        self.by_name = {op.name: op for op in self.ops}
-        self.runs = {n: run.attributes for run in scope_runs(program.gm.graph) for n in run.calls}
-        self.found = _pair(program.gm.graph, self.ops)
-        self.targets = {n.name: n.target for n in self.runs}
+        self.nodes: dict[str, fx.Node] = {n.name: n for n in program.gm.graph.nodes}
+        self.waits = [n for n in self.nodes.values() if is_call(n, marks.wait())]
+        self.fetches = [n for n in self.nodes.values() if is_call(n, marks.prefetch())]
+        self.of: dict[str, list[Any]] = {}
+        self.readers: dict[str, set[str]] = {}
+        self.data: dict[str, Any] = {op.name: op for op in self.ops if op.type in GRAPH_INPUTS}
+        for op in self.ops:
+            self.of.setdefault(made.get(op.name, ""), []).append(op)
+            for edge in proto.edges(op)[0]:
+                if edge is not None:
+                    self.readers.setdefault(edge.source, set()).add(made.get(op.name, ""))
         self.wrong: list[str] = []
-        self.gaps = self._gaps()
+        self.planned: set[str] = set()
 
     def run(self) -> list[str]:
         self._attributes()
+        for wait in self.plan.waits:
+            self._wait(wait)
+        for fetch in self.plan.prefetches:
+            self._prefetch(fetch)
         self._unplanned()
-        self._waits()
-        self._prefetches()
         return self.wrong
 
     def _attributes(self) -> None:
-        placed = self.plan.by_node
-        for node, expected in self.runs.items():
-            if node.name not in placed:
+        expected = self._expected()
+        for op in self.ops:
+            call = self.made.get(op.name, "")
+            have, wanted = attributes(op), expected.get(call, {})
+            if have == wanted:
                 continue
-            op = self.found.get(node.name)
-            if op is None:
-                near = self.ops[slice(*self.gaps[node.name][1])]
-                if expected and node.target not in MAY_VANISH and all(attributes(o) != expected for o in near):
-                    self.wrong.append(f"no op for kernel {node.name} ({node.target}) was found in the lowered graph "
-                                      f"with what the plan gives it, {dict(expected)}")
-                continue
-            have = attributes(op)
-            if have != expected:
-                self.wrong.append(f"op {op.name} of kernel {node.name} has {have}; the plan says {dict(expected)}")
+            of = f" of kernel {call}" if call in expected else f" ({op.type})"
+            self.wrong.append(f"op {op.name}{of} has {have}; the plan says {wanted or 'nothing of it'}")
+        for name, wanted in expected.items():
+            node = self.nodes[name]
+            if wanted and name not in self.of and node.target not in MAY_VANISH:
+                self.wrong.append(f"no op of kernel {name} ({node.target}) is in the lowered graph; the plan gives it "
+                                  f"{wanted}")
 
-    def _gaps(self) -> dict[str, tuple[fx.Node, tuple[int, int]]]:
-        """{kernel that was not found: (itself, the places of ops between the kernels around it that were)}."""
-        place = {op.name: i for i, op in enumerate(self.ops)}
-        placed, kernels = self.plan.by_node, [n for n in self.runs if n.name in self.plan.by_node]
-        found: dict[str, tuple[fx.Node, tuple[int, int]]] = {}
-        first, open_ = 0, list[fx.Node]()
-        for node in [*kernels, None]:
-            op = self.found.get(node.name) if node is not None else None
-            if node is not None and op is None:
-                open_.append(node)
-                continue
-            end = len(self.ops) if op is None else place[op.name]
-            found.update({n.name: (n, (min(first, end), max(first, end) + 1)) for n in open_ if n.name in placed})
-            first, open_ = end, []
+    def _expected(self) -> dict[str, dict[str, str]]:
+        """{kernel or prefetch: what its ops have}."""
+        found = {p.node: marks.of(p, self.plan) for p in self.plan.placements}
+        for fetch in self.plan.prefetches:
+            if fetch.stream != MAIN and (node := self._prefetch_call(fetch)) is not None:
+                found[node.name] = dict(marks.stream(fetch.stream))
         return found
 
-    def _unplanned(self) -> None:
-        """Ops that a converter adds beside the one of its call have the attributes of that one."""
-        of_lost: dict[int, list[dict[str, Any]]] = {}
-        for node, (start, end) in self.gaps.values():
-            for i in range(start, min(end, len(self.ops))):
-                of_lost.setdefault(i, []).append(dict(self.runs[node]))
-        own = {op.name for op in self.found.values()}
-        named = [i for i, op in enumerate(self.ops) if op.name in own]
-        beside: dict[int, list[dict[str, Any]]] = {}
-        for before, after in zip([-1, *named], [*named, len(self.ops)], strict=True):
-            near = [attributes(self.ops[i]) for i in (before, after) if 0 <= i < len(self.ops)]
-            for i in range(before + 1, after):
-                beside[i] = near
-        for i, near in beside.items():
-            op = self.ops[i]
-            have = attributes(op)
-            if have and op.type != "Cmo" and have not in [*near, *of_lost.get(i, ())]:
-                self.wrong.append(f"op {op.name} ({op.type}) has {have}, which the plan does not say")
-
-    def _waits(self) -> None:
-        waiting = [op for op in self.ops if op.type == "Identity" and proto.edges(op)[1]]
-        carried = Counter((op.name, self._behind(edge.source)) for op in waiting for edge in proto.edges(op)[1])
-        for wait in self.plan.waits:
-            node, on = self.found.get(wait.node), self._kept(wait.on)
-            held = {name for name, source in carried if on is None or source == on.name}
-            if not held or (node is not None and not held.intersection(self._inputs(node))):
-                self.wrong.append(f"kernel {wait.node} does not wait for {wait.on} in the lowered graph")
-        if len(waiting) != len(self.plan.waits):
-            self.wrong.append(f"the lowered graph has {len(waiting)} waits, the plan {len(self.plan.waits)}")
-
-    def _prefetches(self) -> None:
-        left = [op for op in self.ops if op.type == "Cmo"]
-        for fetch in self.plan.prefetches:
-            before, after = self.found.get(fetch.before), self._kept(fetch.after)
-            match = next((op for op in left if int(op.attr["max_size"].i) == fetch.bytes and proto.edges(op)[1]
-                          and (after is None
-                               or after.name in {self._behind(e.source) for e in proto.edges(op)[1]})
-                          and (before is None or self._memory(op) & set(self._inputs(before)))), None)
-            if match is None:
-                self.wrong.append(f"the prefetch of {fetch.bytes} bytes of {fetch.weight} after {fetch.after} is not "
-                                  "in the lowered graph")
-            else:
-                left.remove(match)
-        self.wrong += [f"op {op.name} is a prefetch that the plan does not have" for op in left]
-
-    def _kept(self, name: str) -> Any:
-        """The op of kernel ``name``; None where it was not found, or is a view that torchair may have moved: what waits
-        for it then waits for the op that it has been written onto."""
-        return None if self.targets.get(name) in MAY_VANISH else self.found.get(name)
-
-    def _behind(self, name: str) -> str:
-        """The op that computes what ``name`` renames."""
-        op = self.by_name[name]
-        while op.type in METADATA and (data := [e for e in proto.edges(op)[0] if e]):
-            op = self.by_name[data[0].source]
-        return str(op.name)
-
-    def _inputs(self, op: Any) -> Iterator[str]:
-        """Names of the ops that feed ``op`` and, where one of `BESIDE` is in between, of those behind it."""
-        for edge in proto.edges(op)[0]:
-            if edge is None:
+    def _wait(self, wait: Wait) -> None:
+        """An `Identity` made for that wait has a control edge from the one kernel and feeds the other."""
+        for node in self.waits:
+            if _kernel(node.args[1]) != wait.on or all(end.name != wait.node for end in _ends(node)):
                 continue
-            source = self.by_name[edge.source]
-            yield str(source.name)
-            if source.type in METADATA | BESIDE:
-                yield from self._inputs(source)
+            held = [op for op in self.of.get(node.name, ()) if op.type == "Identity" and self._follows(op, wait.on)]
+            read = {user.name for op in held for user in node.users if user.name in self.readers.get(op.name, ())}
+            gone = wait.node not in self.of and self.nodes[wait.node].target in MAY_VANISH
+            if held and (read or gone):
+                self.planned |= {op.name for op in held}
+                return
+        self.wrong.append(f"kernel {wait.node} does not wait for {wait.on} in the lowered graph")
 
-    def _memory(self, op: Any) -> set[str]:
-        return {e.source for e in proto.edges(op)[0] if e is not None}
+    def _follows(self, op: Any, kernel: str) -> bool:
+        """Whether ``op`` has a control edge from ``kernel``, or from what it views where nothing else is left of it."""
+        node = self.nodes[kernel]
+        while node.name not in self.of and node.all_input_nodes:
+            node = node.all_input_nodes[0]
+        sources = {edge.source for edge in proto.edges(op)[1]}
+        return any(one.name in sources for one in self.of.get(node.name, ()))
+
+    def _prefetch_call(self, fetch: PlannedPrefetch) -> fx.Node | None:
+        for node in self.fetches:
+            weight, after, size = node.args
+            if (_kernel(weight), _kernel(after), size) == (fetch.weight, fetch.after, fetch.bytes):
+                return node
+        return None
+
+    def _prefetch(self, fetch: PlannedPrefetch) -> None:
+        node = self._prefetch_call(fetch)
+        for op in self.of.get(node.name, ()) if node is not None else ():
+            source = next((e.source for e in proto.edges(op)[0] if e is not None), "")
+            if (op.type == "Cmo" and int(op.attr["max_size"].i) == fetch.bytes and self._follows(op, fetch.after)
+                    and self._is_weight(source, fetch.weight)):
+                self.planned.add(op.name)
+                return
+        self.wrong.append(f"the prefetch of {fetch.bytes} bytes of {fetch.weight} after {fetch.after} is not in the "
+                          "lowered graph")
+
+    def _is_weight(self, data: str, weight: str) -> bool:
+        """Whether graph input ``data`` is ``weight``: of its shape and dtype, and read for the same calls."""
+        node = self.nodes[weight]
+        value = node.meta["val"]
+        if data not in self.data or proto.declared_input(self.data[data]) != (tuple(value.shape), value.dtype):
+            return False
+        return set(self._calls(node)) == {call for call in self.readers[data] if not self._fetches(call)}
+
+    def _calls(self, node: fx.Node) -> Iterator[str]:
+        """Calls that read ``node``; of those that left no op, what reads them."""
+        for user in node.users:
+            if user.name in self.of and not self._fetches(user.name):
+                yield user.name
+            elif user.name not in self.of:
+                yield from self._calls(user)
+
+    def _fetches(self, call: str) -> bool:
+        return any(node.name == call for node in self.fetches)
+
+    def _unplanned(self) -> None:
+        seen: set[str] = set()
+        for op in self.ops:
+            if op.name in seen:
+                self.wrong.append(f"two ops are called {op.name}")
+            seen.add(op.name)
+            if op.name in self.planned:
+                continue
+            if op.type == "Cmo":
+                self.wrong.append(f"op {op.name} is a prefetch that the plan does not have")
+            elif proto.edges(op)[1] and op.type not in ORDERED:
+                self.wrong.append(f"op {op.name} waits, which the plan does not say")
+
+
+def _ends(wait: fx.Node) -> Iterator[fx.Node]:
+    """What reads ``wait``; where several stand one after the other, behind the last of them."""
+    for user in wait.users:
+        if is_call(user, marks.wait()):
+            yield from _ends(user)
+        else:
+            yield user
+
+
+def _kernel(value: Any) -> str:
+    """The kernel whose result ``value`` is."""
+    while isinstance(value, fx.Node) and value.target is operator.getitem:
+        value = value.args[0]
+    return value.name if isinstance(value, fx.Node) else ""
 
 
 def attributes(op: Any) -> dict[str, str]:
@@ -168,21 +189,3 @@ def attributes(op: Any) -> dict[str, str]:
     if marks.INNER_PARALLEL in op.attr:
         found[marks.INNER_PARALLEL] = str(bool(op.attr[marks.INNER_PARALLEL].b))
     return found
-
-
-def _pair(graph: fx.Graph, ops: list[Any]) -> dict[str, Any]:
-    """{call: its op}, for operators of which the lowered graph has as many calls as the graph. Where a call has become
-    several ops, as a sort does whose indices are cast, it is the first of them."""
-    lowered: dict[str, list[Any]] = {}
-    seen: set[str] = set()
-    for op in ops:
-        _, _, target = (name := proto.fx_name(op)).partition("-")
-        if target and name not in seen:
-            lowered.setdefault(target, []).append(op)
-        seen.add(name)
-    calls: dict[str, list[fx.Node]] = {}
-    for node in graph.nodes:
-        if node.op == "call_function":
-            calls.setdefault(str(node.target), []).append(node)
-    return {node.name: op for target, nodes in calls.items() if len(nodes) == len(lowered.get(target, ()))
-            for node, op in zip(nodes, lowered[target], strict=True)}

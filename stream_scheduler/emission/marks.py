@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from cannopy.stream_scheduler.plan.model import Placement, Plan
+from cannopy.stream_scheduler.simulator.schedule import MAIN
+
 STREAM = "_user_stream_label"
 PRIORITY = "_user_stream_priority"
 INNER_PARALLEL = "_enable_inner_parallel"
@@ -59,6 +62,19 @@ def cores(limit: Sequence[int]) -> Attributes:
 def super_kernel(name: str, options: str) -> Attributes:
     """The scope of `super_kernel`."""
     return ((SUPER_KERNEL, name), (SUPER_KERNEL_OPTIONS, options))
+
+
+def of(placement: Placement, plan: Plan) -> dict[str, str]:
+    """What the scopes around the kernel of ``placement`` leave on its ops."""
+    found: dict[str, str] = {}
+    if placement.stream != MAIN:
+        found.update(stream(placement.stream))
+    if placement.cores is not None:
+        found.update(cores(placement.cores))
+    if placement.super_kernel is not None:
+        options = {region.name: region.options for region in plan.regions}
+        found.update(super_kernel(placement.super_kernel, options.get(placement.super_kernel, "")))
+    return found
 
 
 def _air() -> Any:

@@ -14,19 +14,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from cannopy.fx_passes import alias, kernels
 from cannopy.fx_passes.graph import aten, is_call
 from cannopy.fx_passes.program import Program
 from cannopy.stream_scheduler.emission import marks
+from cannopy.stream_scheduler.emission.carriers import Carriers
 from cannopy.stream_scheduler.plan.apply import known
 from cannopy.stream_scheduler.plan.model import Placement, Plan, PlanError, PlannedPrefetch
 from cannopy.stream_scheduler.simulator.schedule import MAIN
 
 PLAN = "plan"
 """Key of `Program.facts`: the plan that is written into the graph."""
-
-SMALL_BYTES = 1 << 16
-"""Inputs up to this size may be copied so that a kernel waits; launching the copy takes longer than making it."""
 
 RULE = "schedule"
 """``meta["rule"]`` of the nodes that are added."""
@@ -51,13 +48,12 @@ class _Writer:
         self.graph = program.gm.graph
         self.plan = plan
         self.nodes = {node.name: node for node in self.graph.nodes}
-        self.folded = kernels.folded(self.graph)
+        self.carriers = Carriers(program)
         self.placed = {p.node for p in plan.placements}
         self.written = {s.name for s in program.inputs if s.mutated}
-        self.loaded = {s.name for s in program.inputs if s.kind in ("parameter", "buffer")}
-        self.loaded |= {entry.name for entry in program.weights}
         self.options = {region.name: region.options for region in plan.regions}
         self.output = next(iter(reversed(self.graph.nodes)))
+        self.awaited = {wait.on for wait in plan.waits} | {fetch.after for fetch in plan.prefetches}
         self.done: set[fx.Node] = set()
         self.open: list[marks.Attributes] = []
         self.added = 0
@@ -66,7 +62,7 @@ class _Writer:
     def run(self) -> int:
         order = list(self.graph.nodes)
         for node in order:
-            if node.op in ("placeholder", "get_attr") or node in self.folded:
+            if node.op in ("placeholder", "get_attr") or node in self.carriers.folded:
                 self._move(node)
         waits: dict[str, list[str]] = {}
         for wait in self.plan.waits:
@@ -154,34 +150,22 @@ class _Writer:
         carrier = self._carrier(node)
         self._scopes([])
         value = carrier
-        if any(user not in self.done and user is not node for user in carrier.users):
-            # After tracing, every later reader of the awaited tensor would read the wait; a view is another tensor.
+        kernel = carrier.args[0] if carrier.target is operator.getitem else carrier
+        read_later = any(user not in self.done and user is not node for user in carrier.users)
+        if read_later or str(kernel) in self.awaited:
+            # After tracing, every later reader of the tensor, other waits among them, would read this wait; a view is
+            # another tensor.
             shape = [int(n) for n in carrier.meta["val"].shape]
             value = self._add(aten.view.default, (carrier, shape), carrier.meta["val"], carrier)
         waited = self._add(marks.wait(), (value, dependency), carrier.meta["val"], node)
         node.replace_input_with(carrier, waited)
 
     def _carrier(self, node: fx.Node) -> fx.Node:
-        """The input of ``node`` that can be made to wait: a computed tensor, not a cache that is written in place,
-        which a wait would have copied. One that nobody reads later where there is one."""
-        found = [n for n in node.all_input_nodes if self._computed(n)]
-        found = found or [n for n in node.all_input_nodes if self._small(n)]
+        """The input of ``node`` that is made to wait: one that nobody reads later where there is one."""
+        found = self.carriers.of(node)
         if not found:
             raise PlanError(f"kernel {node.name!r} cannot be made to wait: it reads weights and caches only")
         return next((n for n in found if all(u in self.done or u is node for u in n.users)), found[0])
-
-    def _computed(self, node: fx.Node) -> bool:
-        base = alias.base(node)
-        written = any(is_call(user, aten.copy_.default) for n in {node, base} for user in n.users)
-        computed = base.op == "call_function" and base not in self.folded
-        return computed and not written and isinstance(node.meta.get("val"), torch.Tensor)
-
-    def _small(self, node: fx.Node) -> bool:
-        """An argument or a counter, of which a copy costs nothing; no weight."""
-        value, base = node.meta.get("val"), alias.base(node)
-        if not isinstance(value, torch.Tensor) or base.op != "placeholder" or base.name in self.loaded:
-            return False
-        return value.numel() * value.dtype.itemsize <= SMALL_BYTES
 
     def _tensor_of(self, node: fx.Node) -> fx.Node:
         """A tensor that is there when ``node`` has ended."""
@@ -194,7 +178,7 @@ class _Writer:
         return picked
 
     def _prefetch(self, fetch: PlannedPrefetch) -> None:
-        known("weight", fetch.weight, self.loaded)
+        known("weight", fetch.weight, self.carriers.loaded)
         weight = self.nodes[fetch.weight]
         size = weight.meta["val"].numel() * weight.meta["val"].dtype.itemsize
         if not 0 < fetch.bytes <= size:

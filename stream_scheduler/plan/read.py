@@ -1,4 +1,4 @@
-"""Plan files read back, with errors that name the line's block and the nearest valid name."""
+"""Plan files read back, with errors that name the line, its block and the nearest valid name."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import yaml
-
+from cannopy.stream_scheduler.plan import marked
 from cannopy.stream_scheduler.plan.apply import known
 from cannopy.stream_scheduler.plan.keys import Keys, region_prefix
 from cannopy.stream_scheduler.plan.model import (
@@ -40,15 +39,9 @@ _CORES = re.compile(r"c(\d+)v(\d+)")
 def from_yaml(text: str, schedule: Schedule) -> Plan:
     """The plan in ``text`` for the graph of ``schedule`` (graph order). `PlanError` says where the text is wrong and
     what would fit; whether the plan is safe is for the verifier to say."""
-    try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise PlanError(f"no YAML: {error}") from None
-    top = _mapping(data, _TOP, "plan")
-    target = _text(top.get("target"), "plan: target")
-    reader = _Reader(Keys.of(schedule), _options(top.get("super_kernels"), "plan: super_kernels"))
-    for n, block in enumerate(_sequence(top.get("layers"), "plan: layers")):
-        reader.block(block, f"block {n + 1}")
+    top = _mapping(marked.load(text), _TOP, "plan")
+    target = _text(top.get("target"), _at(top, "target", "plan"))
+    reader = _reader(top, schedule)
     times = {name: _number(top[name], f"plan: {name}") for name in _TOP[1:4] if name in top}
     decisions = [_decision(d, f"decision {n + 1}") for n, d in enumerate(_sequence(top.get("decisions"), "decisions"))]
     placed = reader.placements()
@@ -64,6 +57,26 @@ def from_yaml(text: str, schedule: Schedule) -> Plan:
     return plan
 
 
+def places(text: str, schedule: Schedule) -> dict[str, str]:
+    """{kernel of ``schedule``: ``line 12 (layer 3, aten.mm)``} of the plan in ``text``, which `from_yaml` takes; of a
+    kernel that is pinned and placed, where it is placed."""
+    top = _mapping(marked.load(text), _TOP, "plan")
+    reader = _reader(top, schedule)
+    reader.pins(top.get("pins"))
+    found = {}
+    for node, line in reader.lines.items():
+        number, key = reader.keys.place[node]
+        found[node] = f"line {line} (layer {reader.keys.parts[number].name}, {key})"
+    return found
+
+
+def _reader(top: Mapping[str, Any], schedule: Schedule) -> _Reader:
+    reader = _Reader(Keys.of(schedule), _options(top.get("super_kernels"), _at(top, "super_kernels", "plan")))
+    for n, (line, block) in enumerate(_items(top.get("layers"), _at(top, "layers", "plan"))):
+        reader.block(block, marked.at(f"block {n + 1}", line))
+    return reader
+
+
 @dataclass
 class _Reader:
     """What the blocks so far have said."""
@@ -74,6 +87,7 @@ class _Reader:
     waits: list[Wait] = field(default_factory=list)
     fetched: list[tuple[int, PlannedPrefetch]] = field(default_factory=list)
     regions: dict[str, str] = field(default_factory=dict)
+    lines: dict[str, int] = field(default_factory=dict)
 
     def placements(self) -> list[Placement]:
         """In the order of the graph's parts."""
@@ -97,16 +111,25 @@ class _Reader:
             here = {name: prefix + name for name in options}
             self.regions |= {prefix + name: text for name, text in options.items()}
             self.placed[number] = [
-                self._kernel(kernel, number, {**{name: name for name in self.spread}, **here}, where)
-                for kernel in _sequence(block.get("kernels"), f"{where}, kernels")
+                self._kernel(kernel, number, {**{name: name for name in self.spread}, **here}, where, line)
+                for line, kernel in _items(block.get("kernels"), _at(block, "kernels", where))
             ]
-            for n, fetch in enumerate(_sequence(block.get("prefetch"), f"{where}, prefetch")):
-                self.fetched.append((number, self._fetch(fetch, number, f"{where}, prefetch {n + 1}")))
+            for n, (line, fetch) in enumerate(_items(block.get("prefetch"), _at(block, "prefetch", where))):
+                fetched = self._fetch(fetch, number, marked.at(f"{where}, prefetch {n + 1}", line))
+                self.fetched.append((number, fetched))
 
-    def _kernel(self, data: object, number: int, regions: Mapping[str, str], where: str) -> Placement:
-        key, more = (next(iter(data.items())) if isinstance(data, dict) and len(data) == 1 else (data, {}))
+    def _kernel(self, data: object, number: int, regions: Mapping[str, str], where: str, line: int) -> Placement:
+        where = marked.at(where, line)
+        if isinstance(data, dict) and len(data) > 1:
+            raise PlanError(f"{where}: expected one kernel, found {', '.join(map(str, data))}; what is said of a "
+                            "kernel stands in braces behind its name, or further in")
+        key, more = next(iter(data.items())) if isinstance(data, dict) and data else (data, {})
         task = self.keys.find(_text(key, f"{where}, kernel"), number, where)
         where = f"{where}, {key}"
+        if task.name in self.lines:
+            raise PlanError(f"{where}: the kernel is placed already, in line {self.lines[task.name]}; a plan has each "
+                            "kernel once")
+        self.lines[task.name] = line
         said = _mapping(more, _KERNEL, where)
         region = said.get("super_kernel")
         if region is not None:
@@ -131,16 +154,17 @@ class _Reader:
     def pins(self, data: object) -> Pins:
         """The pins of the file."""
         said = _mapping(data or {}, ("features", "kernels"), "pins")
-        features = _mapping(said.get("features") or {}, FEATURES, "pins, features")
+        features = _mapping(said.get("features") or {}, FEATURES, _at(said, "features", "pins"))
         for feature, switch in features.items():
-            known(f"switch of {feature}", str(switch), SWITCHES, "pins, features")
+            known(f"switch of {feature}", str(switch), SWITCHES, _at(features, feature, "pins, features"))
         nodes = []
-        for n, entry in enumerate(_sequence(said.get("kernels"), "pins, kernels")):
-            where = f"pins, kernel {n + 1}"
+        for n, (line, entry) in enumerate(_items(said.get("kernels"), _at(said, "kernels", "pins"))):
+            where = marked.at(f"pins, kernel {n + 1}", line)
             one = _mapping(entry, _PIN, where)
             for number in self.keys.numbers(one.get("layers", ""), where):
                 task = self.keys.find(_text(one.get("kernel"), f"{where}, kernel"), number, where)
                 nodes.append(_pin(task.name, one, where))
+                self.lines.setdefault(task.name, line)
         return Pins(dict(features), tuple(nodes))
 
 
@@ -171,12 +195,24 @@ def _decision(data: object, where: str) -> Decision:
                     _text(said.get("reason"), where), *gains)
 
 
+def _at(said: Mapping[str, Any], key: str, where: str) -> str:
+    """``where, key`` in the line of ``key``."""
+    lines = getattr(said, "lines", {})
+    return marked.at(f"{where}, {key}", lines.get(key))
+
+
 def _mapping(value: object, names: Sequence[str], where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise PlanError(f"{where}: expected {', '.join(names)}, found {value!r}")
     for name in value:
-        known("key", str(name), names, where)
+        known("key", str(name), names, marked.at(where, getattr(value, "lines", {}).get(name)))
     return value
+
+
+def _items(value: object, where: str) -> list[tuple[int, Any]]:
+    """(line, item) of a list."""
+    found = _sequence(value, where)
+    return list(zip(getattr(found, "lines", [0] * len(found)), found, strict=True))
 
 
 def _sequence(value: object, where: str) -> list[Any]:

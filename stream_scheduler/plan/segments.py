@@ -28,9 +28,11 @@ class Segment:
         return " to ".join(ends) if self.layer is None else str(self.layer)
 
 
-def segments(tasks: Sequence[Task], special: frozenset[str] = frozenset()) -> list[Segment]:
+def segments(tasks: Sequence[Task], special: frozenset[str] = frozenset(),
+             marked: frozenset[str] = frozenset()) -> list[Segment]:
     """``tasks`` in graph order, cut where the layer changes. A kernel of no layer between two of one layer belongs to
-    that layer. ``special`` names kernels that a user has pinned: a layer with one is of its own kind."""
+    that layer. ``special`` names kernels that a user has pinned: a layer with one is of its own kind. Layers of one
+    kind have their ``marked`` kernels at the same places."""
     layers = _filled([task.layer for task in tasks])
     starts = [i for i in range(len(tasks)) if i == 0 or layers[i] != layers[i - 1]]
     ends = [*starts[1:], len(tasks)]
@@ -40,7 +42,7 @@ def segments(tasks: Sequence[Task], special: frozenset[str] = frozenset()) -> li
     found = []
     for start, end in zip(starts, [*starts[1:], len(tasks)], strict=True):
         part = tuple(tasks[start:end])
-        found.append(Segment(layers[start], start, part, _kind(part, special)))
+        found.append(Segment(layers[start], start, part, _kind(part, special, marked)))
     return found
 
 
@@ -81,10 +83,10 @@ def _filled(layers: list[int | None]) -> list[int | None]:
     return found
 
 
-def _kind(tasks: tuple[Task, ...], special: frozenset[str]) -> Hashable:
+def _kind(tasks: tuple[Task, ...], special: frozenset[str], marked: frozenset[str]) -> Hashable:
     index = {task.name: i for i, task in enumerate(tasks)}
     return tuple(
         (task.label, task.load, tuple(sorted(index[d] for d in task.deps if d in index)),
-         tuple(w.bytes for w in task.weights), task.name if task.name in special else None)
+         tuple(w.bytes for w in task.weights), task.name if task.name in special else None, task.name in marked)
         for task in tasks
     )

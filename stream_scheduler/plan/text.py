@@ -26,11 +26,11 @@ import yaml
 
 from cannopy.stream_scheduler.plan.keys import Keys, region_prefix
 from cannopy.stream_scheduler.plan.model import Cores, Decision, Pin, Placement, Plan, PlannedPrefetch
-from cannopy.stream_scheduler.plan.read import from_yaml
+from cannopy.stream_scheduler.plan.read import from_yaml, places
 from cannopy.stream_scheduler.simulator import Schedule
 from cannopy.stream_scheduler.simulator.schedule import MAIN
 
-__all__ = ["from_yaml", "to_yaml"]
+__all__ = ["from_yaml", "places", "to_yaml"]
 
 
 def to_yaml(plan: Plan, schedule: Schedule) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -29,6 +30,10 @@ from cannopy.stream_scheduler.scheduler.problem import Problem, Solution
 from cannopy.stream_scheduler.scheduler.stretch import Stretch
 from cannopy.stream_scheduler.simulator import Machine, Schedule, simulate
 
+STUCK = "it reads weights and caches only, so nothing can make it wait: it stays on the main stream"
+REPEATED = 8
+"""Layers of one kind that follow one another, from which on orders are compared with prefetches; set by us: for fewer
+it takes longer than it can save."""
 NO_FUSER = "this target or graph mode has no SuperKernel"
 
 
@@ -67,7 +72,8 @@ class _Work:
 
     def run(self) -> None:
         """Solve every distinct layer, then every distinct pair of layers with what earlier ones prefetched."""
-        self.parts = segments(self.graph.tasks, frozenset(pin.node for pin in self.options.pins.nodes))
+        pinned = frozenset(pin.node for pin in self.options.pins.nodes)
+        self.parts = segments(self.graph.tasks, pinned, self.options.cannot_wait)
         self._solve_kinds()
         warm: tuple[tuple[int, int], ...] = ()
         for at, part in enumerate(self.parts):
@@ -92,9 +98,30 @@ class _Work:
         solved: dict[Hashable, layer.Streams] = {}
         for kind in sorted(kinds, key=lambda kind: -len(kinds[kind]) * sum(first[kind].us)):
             problem = Problem(kinds[kind][0].tasks, self.machine, self.options, dict(homes))
-            self.problems[kind], solved[kind] = problem, layer.streams(problem)
+            self.problems[kind], solved[kind] = problem, self._with_prefetches(problem, kinds[kind])
             homes = {**problem.found_homes(solved[kind].solution), **homes}
         self.streams = {kind: solved[kind] for kind in kinds}
+
+    def _with_prefetches(self, problem: Problem, there: list[Segment]) -> layer.Streams:
+        """What `layer.streams` finds; for layers that follow their like, also its solution in graph order, which can
+        leave longer windows for prefetches. Of the two, what is faster with prefetches and regions."""
+        found = layer.streams(problem)
+        options = self.options
+        pairs = [(a, b) for a, b in itertools.pairwise(there) if b.first == a.first + len(a.tasks)]
+        if len(pairs) < REPEATED or options.order == "graph" or options.pins.switch("prefetch") == "forbid":
+            return found
+        graph_order = dataclasses.replace(options, order="graph")
+        other = layer.streams(Problem(problem.tasks, self.machine, graph_order, problem.homes))
+        if other.solution == found.solution:
+            return found
+        first, then = (Problem(part.tasks, self.machine, options, problem.homes) for part in pairs[0])
+
+        def us(one: layer.Streams) -> float:
+            stretch = Stretch((first, one.solution), (then, one.solution), machine=self.machine)
+            extra = layer.extras(stretch, self.fuser, self._why_not())
+            return stretch.time(extra.fetches, extra.fused)
+
+        return min(found, other, key=us)
 
     def _solved(self, part: Segment) -> tuple[Problem, Solution]:
         """The tasks of ``part`` with what was found for its kind."""
@@ -143,7 +170,17 @@ class _Work:
             for key, extra in self.extras.items():
                 there = [part for part, k in zip(self.parts, self.keys, strict=True) if k == key]
                 found.append(assemble.decision(feature, there, getattr(extra, feature)))
-        return found + self._cuts()
+        return found + self._stuck() + self._cuts()
+
+    def _stuck(self) -> list[Decision]:
+        """Kernels that stay on main where others move."""
+        seen: dict[str, Decision] = {}
+        for kind, streams in self.streams.items():
+            if streams.solution.stream_count > 1:
+                tasks = [task for task in self.problems[kind].tasks if task.name in self.options.cannot_wait]
+                seen |= {label: Decision("streams", label, False, STUCK)
+                         for label in (task.label or task.load.kernel for task in tasks)}
+        return list(seen.values())
 
     def _cuts(self) -> list[Decision]:
         seen: dict[tuple[str, str], Decision] = {}

@@ -18,8 +18,9 @@ class ScheduleOptions:
     wins more than ``threshold``, a share of the time of the layer, and more than ``least_us`` microseconds, which an
     event and a wait may cost. ``split``: core limits are searched, or always halves. ``order``: kernels are reordered,
     or stay in graph order. ``groups`` {collective: communication group}; see `collectives`. ``sizes`` {weight: bytes of
-    the tensor}, beyond which nothing is prefetched; what a kernel reads may be counted as more. ``pins``: switches
-    of features and fixed kernels."""
+    the tensor}, beyond which nothing is prefetched; what a kernel reads may be counted as more. ``cannot_wait``:
+    kernels on which no wait can be put, because they read weights and caches only; they stay on the main stream.
+    ``pins``: switches of features and fixed kernels."""
 
     target: str = ""
     streams: int = 2
@@ -29,6 +30,7 @@ class ScheduleOptions:
     order: Literal["search", "graph"] = "search"
     groups: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     sizes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    cannot_wait: frozenset[str] = frozenset()
     pins: Pins = field(default_factory=Pins)
 
     def __post_init__(self) -> None:

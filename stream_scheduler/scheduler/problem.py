@@ -57,6 +57,7 @@ class Problem:
         self.us = [task.load.profile(*task.load.cores, 0.0).us for task in self.tasks]
         self.groups = [group_of(task, options.groups) for task in self.tasks]
         self.meets = [meets(task, options.groups) for task in self.tasks]
+        self.waitable = [task.name not in options.cannot_wait for task in self.tasks]
         pins = {pin.node: pin for pin in options.pins.nodes}
         self.pins: list[Pin | None] = [pins.get(task.name) for task in self.tasks]
 
@@ -99,23 +100,24 @@ class Problem:
         return any(bin(self.ancestors[i]).count("1") < i for i in range(self.size))
 
     def streams_of(self, i: int, count: int, limited: bool) -> range | tuple[int, ...]:
-        """Streams that task ``i`` may run on. What nothing of the layer reads ends on the main stream, so that every
-        side stream is joined; without core limits collectives share the main stream, but for groups that are elsewhere
-        in other layers. A user's pin comes first."""
+        """Streams that task ``i`` may run on. What nothing of the layer reads is on the main stream, so that every
+        side stream is joined, and what cannot wait; without core limits collectives share the main stream, but for
+        groups that are elsewhere in other layers. A user's pin comes first."""
         pin = self.pins[i]
         if pin is not None and pin.stream is not None:
             return (self._pinned_stream(i, pin.stream),)
         group = self.groups[i]
         if group is not None and group in self.homes:
             return (self.homes[group],)
-        if not self.succs[i] or (self.meets[i] and not limited):
+        if not self.succs[i] or not self.waitable[i] or (self.meets[i] and not limited):
             return (0,)
         return range(count)
 
     def alone(self, i: int) -> bool:
-        """Whether one stream is possible for task ``i`` whatever the others do: a pin, or nothing reads it."""
+        """Whether one stream is possible for task ``i`` whatever the others do: a pin, nothing reads it, or it cannot
+        wait."""
         pin = self.pins[i]
-        return not self.succs[i] or (pin is not None and pin.stream is not None)
+        return not self.succs[i] or not self.waitable[i] or (pin is not None and pin.stream is not None)
 
     def _pinned_stream(self, i: int, name: str) -> int:
         """The number of the stream that task ``i`` is pinned to; `PlanError` when it cannot be there."""

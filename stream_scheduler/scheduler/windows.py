@@ -68,8 +68,10 @@ def needs_limits(problem: Problem, window: Window, solution: Solution) -> bool:
 
 
 def legal(problem: Problem, solution: Solution) -> bool:
-    """Whether each group of collectives stays on its stream, and what may run at the same time fits the chip wherever
-    it has to."""
+    """Whether each group of collectives stays on its stream, what may run at the same time fits the chip wherever it
+    has to, and only kernels wait on which a wait can be put."""
+    if not all(problem.waitable[i] for i, _ in solution.waits):
+        return False
     groups: dict[str, set[int]] = {}
     for i, group in enumerate(problem.groups):
         if group is not None:

@@ -11,6 +11,7 @@ The same schedule gives the same trace.
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import math
 from dataclasses import dataclass
@@ -89,10 +90,11 @@ class _Run:
             self._finish()
         self.trace.us = max(self.end, default=0.0)
         self.trace.evicted_bytes = self.l2.evicted
-        self.trace.prefetches = [
-            PrefetchSpan(p.weight, p.start, p.end, p.bytes, min(self.used.get(p.weight, 0.0), p.bytes))
-            for p in self.trace.prefetches
-        ]
+        left = dict(self.used)
+        for n, span in enumerate(self.trace.prefetches):
+            used = min(left.get(span.weight, 0.0), span.bytes)
+            left[span.weight] = left.get(span.weight, 0.0) - used
+            self.trace.prefetches[n] = dataclasses.replace(span, used=used)
         return self.trace
 
     def _get_ready(self, i: int) -> None:
@@ -228,7 +230,8 @@ class _Run:
         if fetch is not None and fetch.left <= max(
             _EPSILON * max(fetch.prefetch.bytes, 1.0), tick * self.machine.prefetch_rate
         ):
-            span = PrefetchSpan(fetch.prefetch.weight, fetch.start, self.now, fetch.prefetch.bytes, 0.0)
+            done = fetch.prefetch
+            span = PrefetchSpan(done.weight, fetch.start, self.now, done.bytes, 0.0, done.after)
             self.trace.prefetches.append(span)
             self.fetch = None
         if self.fetch is None and self.fetch_queue:

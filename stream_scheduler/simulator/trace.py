@@ -49,13 +49,15 @@ class Span:
 
 @dataclass(frozen=True)
 class PrefetchSpan:
-    """When a prefetch ran and how many of its bytes were found in L2 by the kernel that wanted them."""
+    """When a prefetch ran, after which task, and how many of its bytes were found in L2 by the kernel that wanted them.
+    """
 
     weight: str
     start: float
     end: float
     bytes: float
     used: float
+    after: str
 
 
 @dataclass

@@ -10,7 +10,7 @@ from cannopy.stream_scheduler.plan.model import Decision
 from cannopy.stream_scheduler.simulator import Machine
 from cannopy.stream_scheduler.timeline.critical import critical_path
 from cannopy.stream_scheduler.timeline.load import usage
-from cannopy.stream_scheduler.timeline.perfetto import fetch_after, regions
+from cannopy.stream_scheduler.timeline.perfetto import regions
 from cannopy.stream_scheduler.timeline.run import Run
 
 BOUNDS = ("cube", "vector", "hbm", "l2", "link", "launch", "event", "cores")
@@ -76,8 +76,7 @@ def _run(run: Run, texts: _Texts) -> dict[str, Any]:
         for stream in streams for name, start, end in regions(list(trace.of_stream(stream)))
     ]
     fetches = [
-        [texts(f.weight), round(f.start, 3), round(f.end, 3), round(f.bytes), round(f.used),
-         texts(fetch_after(run, f.weight))]
+        [texts(f.weight), round(f.start, 3), round(f.end, 3), round(f.bytes), round(f.used), texts(f.after)]
         for f in trace.prefetches
     ]
     load = [[round(u.start, 3), u.cube, u.vector, round(u.hbm, 1), round(u.prefetch, 1)] for u in usage(trace)]

@@ -41,7 +41,7 @@ def _run(events: list[dict[str, Any]], pid: int, run: Run, machine: Machine) -> 
         for name, start, end in regions(list(run.trace.of_stream(stream))):
             events.append(_slice(name, "super_kernel", pid, tids[_REGIONS + stream], start, end, {}))
     for fetch in run.trace.prefetches:
-        found = {"bytes": fetch.bytes, "bytes used": fetch.used, "after": fetch_after(run, fetch.weight)}
+        found = {"bytes": fetch.bytes, "bytes used": fetch.used, "after": fetch.after}
         events.append(_slice(fetch.weight, _PREFETCH, pid, tids[_PREFETCH], fetch.start, fetch.end, found))
     events += _waits(run, pid, tids)
     for step in usage(run.trace):
@@ -82,11 +82,6 @@ def regions(spans: Sequence[Span]) -> list[tuple[str, float, float]]:
             found.append((name, span.start, span.end))
         last = name
     return found
-
-
-def fetch_after(run: Run, weight: str) -> str:
-    """The task that the prefetch of ``weight`` waits for; the first where there are several."""
-    return next((p.after for p in run.schedule.prefetches if p.weight == weight), "")
 
 
 def _waits(run: Run, pid: int, tids: dict[str, int]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from torch import fx
 from cannopy.fx_passes.graph import is_call
 from cannopy.fx_passes.program import Program
 from cannopy.stream_scheduler.emission import marks, scope_runs
-from cannopy.stream_scheduler.plan.model import Placement, Plan
+from cannopy.stream_scheduler.plan.model import Plan
 from cannopy.stream_scheduler.simulator.schedule import MAIN
 from cannopy.stream_scheduler.verifier.violation import Violation
 
@@ -56,19 +56,7 @@ def _forms(graph: fx.Graph) -> list[Violation]:
     return found
 
 
-def _expected(placement: Placement, options: dict[str, str]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    if placement.stream != MAIN:
-        found.update(marks.stream(placement.stream))
-    if placement.cores is not None:
-        found.update(marks.cores(placement.cores))
-    if placement.super_kernel is not None:
-        found.update(marks.super_kernel(placement.super_kernel, options.get(placement.super_kernel, "")))
-    return found
-
-
 def _kernels(graph: fx.Graph, plan: Plan, attributes: Attributes) -> list[Violation]:
-    options = {region.name: region.options for region in plan.regions}
     placements = plan.by_node
     order = [n.name for n in graph.nodes if n.name in placements]
     found = []
@@ -79,7 +67,7 @@ def _kernels(graph: fx.Graph, plan: Plan, attributes: Attributes) -> list[Violat
         found.append(Violation("order of kernels", (have, want),
                                f"kernel {i} of the graph is {have}, of the plan {want}"))
     for name in order:
-        expected = _expected(placements[name], options)
+        expected = marks.of(placements[name], plan)
         if attributes[name] != expected:
             found.append(Violation("attributes", (name,), f"{name} has {attributes[name]}; the plan says {expected}"))
     for node in graph.nodes:
@@ -96,7 +84,7 @@ def _waits(graph: fx.Graph, plan: Plan) -> list[Violation]:
     for node in graph.nodes:
         if is_call(node, marks.wait()):
             on = _kernel(node.args[1])
-            for user in node.users:
+            for user in _behind_waits(node):
                 made[user.name, on] += 1
             if not node.users:
                 made[node.name, on] += 1
@@ -105,6 +93,11 @@ def _waits(graph: fx.Graph, plan: Plan) -> list[Violation]:
     found += [Violation("waits", pair, f"{pair[0]} waits for {pair[1]}, which the plan does not say")
               for pair in made - planned]
     return found
+
+
+def _behind_waits(node: fx.Node) -> list[fx.Node]:
+    """What reads a wait, where several stand one after the other behind the last of them."""
+    return [end for user in node.users for end in (_behind_waits(user) if is_call(user, marks.wait()) else [user])]
 
 
 def _prefetches(graph: fx.Graph, plan: Plan, attributes: Attributes) -> list[Violation]:

@@ -37,8 +37,9 @@ def verify_plan(plan: Plan, schedule: Schedule, hardware: Hardware, facts: Graph
     deps = {name: task.deps for name, task in tasks.items()}
     subject = Subject(plan, tasks, hardware, facts, Order(plan.placements, deps, plan.waits), plan.by_node)
     if len(plan.streams) > MAX_STREAMS:
-        found.append(Violation("streams", (), f"{len(plan.streams)} streams ({', '.join(plan.streams)}); a graph has "
-                                              f"at most {MAX_STREAMS}"))
+        extra = next(p.node for p in plan.placements if p.stream == plan.streams[MAX_STREAMS])
+        found.append(Violation("streams", (extra,), f"{len(plan.streams)} streams ({', '.join(plan.streams)}), the "
+                               f"last one first for {extra}; a graph has at most {MAX_STREAMS}"))
     for check in (core_limits, gangs, collectives, hazards, joined, prefetches):
         found += check(subject)
     return found + super_kernels(subject, eligible)

@@ -59,15 +59,11 @@ def test_streams_have_regions_of_their_own() -> None:
     assert SuperKernels("atlas-a3").runs(tasks).runs == ((0, 2, 4), (1, 3, 5))
 
 
-@pytest.mark.parametrize(("fuser", "words"), [
-    (SuperKernels("atlas-950"), "need one of atlas-a2, atlas-a3"),
-    (SuperKernels("atlas-a3", static=False), "need a static graph"),
-    (SuperKernels("atlas-a3", graph_mode="reduce-overhead"), "in max-autotune alone"),
-])
-def test_where_there_are_none(fuser: SuperKernels, words: str) -> None:
-    found = plan(chain(*["add_rms_norm", "bf16_matmul"] * 4), fuser)
+def test_where_there_are_none() -> None:
+    found = plan(chain(*["add_rms_norm", "bf16_matmul"] * 4), SuperKernels("atlas-950"))
     assert found.regions == ()
-    assert words in next(d.reason for d in found.decisions if d.feature == "super_kernel")
+    reason = next(d.reason for d in found.decisions if d.feature == "super_kernel")
+    assert "need one of atlas-a2, atlas-a3" in reason
 
 
 def test_a_region_saves_the_starts_of_all_kernels_but_the_first() -> None:

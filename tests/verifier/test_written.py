@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -126,7 +126,7 @@ def test_plans_that_cannot_be_written_are_refused(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(PlanError, match="is placed before"):
         write(program, dataclasses.replace(plan, placements=plan.placements[::-1]))
     _, _, program = written.lowered()
-    monkeypatch.setattr(importlib.import_module("cannopy.stream_scheduler.emission.write"), "SMALL_BYTES", 0)
+    monkeypatch.setattr(importlib.import_module("cannopy.stream_scheduler.emission.carriers"), "SMALL_BYTES", 0)
     with pytest.raises(PlanError, match="cannot be made to wait"):
         write(program, dataclasses.replace(plan, waits=(Wait(plan.placements[3].node, first),)))
     _, _, program = written.lowered()
@@ -138,55 +138,137 @@ def test_plans_that_cannot_be_written_are_refused(monkeypatch: pytest.MonkeyPatc
         write(program, plan)
 
 
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """The lowered graph of `ready`, for which call each of its ops was made, and results with and without the plan."""
+
+    graph: Any
+    program: Program
+    plan: Plan
+    made: dict[str, str]
+    plain: torch.Tensor
+    planned: torch.Tensor
+
+    def wrong(self, graph: Any | None = None, made: dict[str, str] | None = None) -> list[str]:
+        return plan_check.check(graph or self.graph, self.program, self.plan, made or self.made)
+
+
 @pytest.fixture(scope="module")
-def compiled(ready: tuple[Program, Plan]) -> tuple[Any, Program, Plan, torch.Tensor, torch.Tensor]:
-    """The lowered graph with the plan, and results with and without it."""
-    from cannopy.backend.host import engine
-
-    results, graph = [], None
-    for program in (written.lowered()[2], ready[0]):
-        model, x, _ = written.lowered()
-        options = api.build_options(pipeline.plan(written.OPTIONS))
-        found = backend.lookup(model, "forward", (x,), {}, options, outputs.builder)
-        with found:
-            model_of = backend.build(program, model, "forward", (x,), {}, options, found, {}, outputs.builder)
-            results.append(torch.cat([model_of(x), model.seen]))
-        graph = engine.recorded()[-1].ge_graph
-    return graph, ready[0], ready[1], results[0], results[1]
-
-
-def test_the_lowered_graph_carries_the_plan_and_computes_the_same(compiled: Any) -> None:
-    graph, program, plan, plain, planned = compiled
-    assert plan_check.check(graph, program, plan) == []
-    assert torch.equal(plain, planned)
+def compiled(ready: tuple[Program, Plan]) -> Lowered:
+    results, seen = [], {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_check, "check", lambda graph, program, plan, made: seen.update(graph=graph, made=made) or [])
+        for program in (written.lowered()[2], ready[0]):
+            model, x, _ = written.lowered()
+            options = api.build_options(pipeline.plan(written.OPTIONS))
+            found = backend.lookup(model, "forward", (x,), {}, options, outputs.builder)
+            with found:
+                model_of = backend.build(program, model, "forward", (x,), {}, options, found, {}, outputs.builder)
+                results.append(torch.cat([model_of(x), model.seen]))
+    graph = getattr(seen["graph"], "_proto", seen["graph"])
+    return Lowered(graph, ready[0], ready[1], seen["made"], *results)
 
 
-def lowered_op(graph: Any, kind: str, having: str = "") -> Any:
-    return next(op for op in graph.op if op.type == kind and (not having or having in op.attr))
+def test_the_lowered_graph_carries_the_plan_and_computes_the_same(compiled: Lowered) -> None:
+    assert compiled.wrong() == []
+    assert torch.equal(compiled.plain, compiled.planned)
+    inputs = {op.name for op in compiled.graph.op if op.type in ("Data", "NetOutput")}
+    assert {op.name for op in compiled.graph.op} - set(compiled.made) == inputs  # nothing else has no origin
 
 
-def cut_control(op: Any) -> None:
-    kept = [i for i in op.input if not i.endswith(":-1")]
+def put(op: Any, attributes: dict[str, str]) -> None:
+    """Give ``op`` exactly these attributes of a plan."""
+    for key in (*plan_check.TEXTS, marks.INNER_PARALLEL):
+        op.attr.pop(key, None)
+    for key, value in attributes.items():
+        if key == marks.INNER_PARALLEL:
+            op.attr[key].b = value == "True"
+        else:
+            op.attr[key].s = value.encode()
+
+
+def change_inputs(op: Any, change: Callable[[str], str | None]) -> None:
+    kept = [new for old in op.input if (new := change(old)) is not None]
     del op.input[:]
     op.input.extend(kept)
 
 
-GE_CHANGES: dict[str, Callable[[Any], Any]] = {
-    "no stream": lambda g: lowered_op(g, "MatMul", marks.STREAM).attr.pop(marks.STREAM),
-    "another limit": lambda g: setattr(lowered_op(g, "MatMul", marks.CUBE).attr[marks.CUBE], "s", b"9"),
-    "outside of the region": lambda g: lowered_op(g, "Tanh", marks.SUPER_KERNEL).attr.pop(marks.SUPER_KERNEL),
-    "inner parallelism": lambda g: setattr(lowered_op(g, "MatMul", marks.STREAM).attr[marks.INNER_PARALLEL], "b", True),
-    "an unplanned stream": lambda g: setattr(lowered_op(g, "Add").attr[marks.STREAM], "s", b"side"),
-    "a wait without its edge": lambda g: cut_control(lowered_op(g, "Identity")),
-    "a prefetch that follows nothing": lambda g: cut_control(lowered_op(g, "Cmo")),
-    "a prefetch of another size": lambda g: setattr(lowered_op(g, "Cmo").attr["max_size"], "i", 7),
-    "a prefetch more": lambda g: g.op.add().CopyFrom(lowered_op(g, "Cmo")),
-}
+def attribute_changes(graph: Any) -> Iterator[tuple[str, Any]]:
+    """Each attribute of each op dropped, changed, or moved to its neighbour; each op without any given some."""
+    for i, op in enumerate(graph.op):
+        have = plan_check.attributes(op)
+        for key in have:
+            for name, more in (("dropped", {}), ("changed", {key: "True" if key == marks.INNER_PARALLEL else "7"})):
+                other = copy.deepcopy(graph)
+                put(other.op[i], {k: v for k, v in have.items() if k != key} | more)
+                yield f"{key} of {op.name} {name}", other
+        if not have:
+            for extra in ({marks.STREAM: "side"}, {marks.CUBE: "8", marks.VECTOR: "16"}, {marks.SUPER_KERNEL: "sk"}):
+                other = copy.deepcopy(graph)
+                put(other.op[i], extra)
+                yield f"{op.name} given {list(extra)}", other
+        after = plan_check.attributes(graph.op[i + 1]) if i + 1 < len(graph.op) else have
+        if after != have:
+            other = copy.deepcopy(graph)
+            put(other.op[i], after)
+            put(other.op[i + 1], have)
+            yield f"{op.name} exchanged with the next one", other
 
 
-@pytest.mark.parametrize("name", GE_CHANGES)
-def test_every_difference_of_the_lowered_graph_is_seen(compiled: Any, name: str) -> None:
-    graph, program, plan, *_ = compiled
-    other = copy.deepcopy(getattr(graph, "_proto", graph))
-    GE_CHANGES[name](other)
-    assert plan_check.check(other, program, plan)
+def edge_changes(graph: Any) -> Iterator[tuple[str, Any]]:
+    """Each control edge of a wait or a prefetch dropped or turned to each other op; waits that nothing reads;
+    prefetches of another input, of another size, left out, or twice; control edges where there are none."""
+    data = [op.name for op in graph.op if op.type == "Data"]
+    for i, op in enumerate(graph.op):
+        control = [edge for edge in op.input if edge.endswith(":-1")]
+        if op.type in ("Identity", "Cmo"):
+            for edge in control:
+                other = copy.deepcopy(graph)
+                change_inputs(other.op[i], lambda e, edge=edge: None if e == edge else e)
+                yield f"{op.name} without {edge}", other
+            for new in (n.name for n in graph.op if f"{n.name}:-1" not in control and n.name != op.name):
+                other = copy.deepcopy(graph)
+                change_inputs(other.op[i], lambda e, new=new: f"{new}:-1" if e.endswith(":-1") else e)
+                yield f"{op.name} follows {new}", other
+        elif op.type not in ("Data", "NetOutput"):
+            other = copy.deepcopy(graph)
+            other.op[i].input.append(f"{graph.op[0].name}:-1")
+            yield f"{op.name} waits", other
+        if op.type == "Identity":
+            other = copy.deepcopy(graph)
+            for one in other.op:
+                change_inputs(one, lambda e, op=op: op.input[0] if e == f"{op.name}:0" else e)
+            yield f"nothing reads {op.name}", other
+        if op.type == "Cmo":
+            for new in (n for n in data if op.input[0] != f"{n}:0"):
+                other = copy.deepcopy(graph)
+                other.op[i].input[0] = f"{new}:0"
+                yield f"{op.name} fetches {new}", other
+            other = copy.deepcopy(graph)
+            other.op[i].attr["max_size"].i += 1
+            yield f"{op.name} is larger", other
+            other = copy.deepcopy(graph)
+            del other.op[i]
+            yield f"{op.name} is left out", other
+            other = copy.deepcopy(graph)
+            other.op.add().CopyFrom(op)
+            yield f"{op.name} is there twice", other
+
+
+def test_every_difference_of_the_lowered_graph_is_seen(compiled: Lowered) -> None:
+    changed = [*attribute_changes(compiled.graph), *edge_changes(compiled.graph)]
+    assert [name for name, other in changed if not compiled.wrong(other)] == []
+    assert len(changed) >= 150
+
+
+def test_ops_of_a_planned_kernel_are_looked_for(compiled: Lowered) -> None:
+    """A kernel of which nothing is left, an op that is of another kernel or of none."""
+    kernels = [p.node for p in compiled.plan.placements if p.cores is not None]
+    for kernel in kernels:
+        less = {op: call for op, call in compiled.made.items() if call != kernel}
+        other = copy.deepcopy(compiled.graph)
+        for i in reversed(range(len(other.op))):
+            if compiled.made.get(other.op[i].name) == kernel:
+                del other.op[i]
+        assert any(f"no op of kernel {kernel}" in line for line in compiled.wrong(other))
+        assert compiled.wrong(made=less), kernel

@@ -142,13 +142,44 @@ def _around(variants: list[Rule], core: Match, log: Log) -> None:
 
 def _missing(rule: Rule, variants: list[Rule], match: Match) -> Miss:
     assert rule.core is not None
-    above = [p for v in variants for p in _above(v.pattern, rule.core)]
+    core, match = _climbed(variants, rule.core, match)
+    above = [p for v in variants for p in _above(v.pattern, core)]
     last, found = _followed(match.anchor, {p.split(" with ")[0] for p in above})
     total = max(len(match.nodes) + 1, min(size_of(v.pattern) for v in variants))
     count = len(match.nodes)
     wanted = tuple(above) or (min((v.pattern for v in variants), key=size_of),)
     stop = Stop(count, total, "missing", last, last, wanted, None, found, count, match.nodes)
     return Miss.stopped(rule.name, match.anchor, stop, True)
+
+
+def _climbed(variants: list[Rule], core: Op, match: Match) -> tuple[Op, Match]:
+    """The largest part of a pattern around ``core`` that matches, where each step has one reader only."""
+    if len(match.anchor.users) == 1:
+        reader = next(iter(match.anchor.users))
+        for part in (p for v in variants for p in _parts(v.pattern) if is_one_of(reader.target, p.targets)):
+            operands = (*part.args, *(v for _, v in part.kwargs))
+            found = Matcher(part).match(reader) if any(_reaches(o, core) for o in operands) else None
+            if found is not None:
+                return _climbed(variants, part, found)
+    return core, match
+
+
+def _parts(pattern: Pattern) -> Iterator[Op]:
+    """The operations of a pattern below its result."""
+    match pattern:
+        case Op():
+            inner: tuple[Pattern, ...] = (*pattern.args, *(v for _, v in pattern.kwargs))
+        case Items():
+            inner = pattern.items
+        case Alt():
+            inner = pattern.options
+        case Through():
+            inner = (pattern.inner,)
+        case _:
+            inner = ()
+    for p in inner:
+        yield from (p,) if isinstance(p, Op) else ()
+        yield from _parts(p)
 
 
 def _followed(last: fx.Node, wanted: Collection[str]) -> tuple[fx.Node, str]:

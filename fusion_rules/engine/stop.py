@@ -163,7 +163,8 @@ def formula(value: Anything, depth: int = DEPTH, line: Anything = None) -> str:
     if value.op != "call_function" or depth == 0:
         return "_"
     source = value.meta.get("source")
-    operands = ", ".join(formula(a, depth - 1, source) for a in value.args if isinstance(a, fx.Node | float))
+    flat = [a for arg in value.args for a in (arg if isinstance(arg, list | tuple) else (arg,))]
+    operands = ", ".join(formula(a, depth - 1, source) for a in flat if isinstance(a, fx.Node | float))
     name = short(value.target)
     place = f" at {source}" if source and line is not None and source != line else ""
     if name.partition(".")[0] in ("cannopy", "npu"):

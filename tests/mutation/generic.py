@@ -271,6 +271,7 @@ def _reads_other(e: Edit, n: fx.Node) -> None:
     e.swap_input(n, old, new)
     e.read |= _lineage(new)
     e.instead |= _lineage(old)
+    e.lines.add(str(new.meta.get("source")))
 
 
 def _lineage(node: fx.Node) -> set[str]:

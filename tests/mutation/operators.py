@@ -42,6 +42,8 @@ class Edit:
     editor: Editor = field(init=False)
     read: set[str] = field(default_factory=set)
     """Nodes that are read where another one was, and inputs that the change adds: a reason at one names the change."""
+    lines: set[str] = field(default_factory=set)
+    """Source lines of those: a formula written out with one of them names the change."""
     instead: set[str] = field(default_factory=set)
     """Nodes that are no longer read there: a reason that two places read different values names the change at one."""
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cannopy.fusion_rules import catalog
+from cannopy.fusion_rules.engine.record import Miss
 from cannopy.fx_passes.program import Program
 from cannopy.parity.picks import Pick, ReplayError
 from tests.mutation import oracle
@@ -149,8 +150,7 @@ def _judge(outcome: Outcome, c: Case, operator: Operator, edit: Edit) -> None:
     for name in outcome.lost:
         misses = [m for m in done.log.misses if m.rule in (name, *BEHIND.get(name, ()))]
         outcome.reasons += [f"{m.rule}: {m.reason} [{m.node}, {m.source}]" for m in misses]
-        if not any(_names(m, operator) or m.node in edit.read or (m.kind == "operand" and m.node in edit.instead)
-                   for m in misses):
+        if not any(_names(m, operator) or _points(m, edit) for m in misses):
             outcome.silent.append(name)
 
 
@@ -189,6 +189,12 @@ def _either_norm(outcome: Outcome, operator: Operator, c: Case, counts: dict[str
 def _names(miss: Any, operator: Operator) -> bool:
     text = f"{miss.reason} {miss.node} {miss.source}"
     return MARK in text or any(word in text for word in operator.words)
+
+
+def _points(miss: Miss, edit: Edit) -> bool:
+    """Whether a reason is at, or writes out, the value that is read where another one was."""
+    instead = miss.kind == "operand" and miss.node in edit.instead
+    return instead or miss.node in edit.read or any(f" at {line}" in miss.reason for line in edit.lines)
 
 
 def _exposed(c: Case, as_is: oracle.Results, wide: oracle.Results) -> bool:

@@ -231,6 +231,18 @@ def test_rotary_refuses(name: str) -> None:
         torch.testing.assert_close(found.double(), plain.double(), rtol=2 * BF16, atol=4 * BF16)
 
 
+def test_a_rotation_that_ends_otherwise_says_where() -> None:
+    def fn(x: Tensor, angles: Tensor) -> Tensor:
+        cos, sin = _tables(angles)
+        return (x * cos) * (_turned(x) * sin)
+
+    _, log = trace(fn, _x(torch.bfloat16), _angles(torch.bfloat16)).fused(ROTARY)
+    (miss,) = [m for m in log.misses if m.rule == "lift_rotary_half"]
+    assert miss.expected.startswith("aten.add")
+    assert miss.found.startswith("aten.mul bfloat16[2, 3, 5, 64]")
+    assert miss.matched == 5
+
+
 def test_a_refusal_names_the_table() -> None:
     _, log = trace(_one_angle, _x(torch.bfloat16), _angles(torch.bfloat16)).fused(ROTARY)
     (miss,) = [m for m in log.misses if "entries" in m.reason]

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from cannopy.backend.cache.agree import RankError, ranks_text
+from cannopy.backend.cache.agree import FAILED, RankError, ranks_text
 
 logger = logging.getLogger("cannopy.backend")
 
 _GRACE = 5.0
 """Seconds in which ranks that have seen a failure say so; who says nothing is missing."""
-_STOPPED, _MISSING, _FAILED = "cannopy/stopped", "cannopy/missing", "cannopy/failed"
+_STOPPED, _MISSING = "cannopy/stopped", "cannopy/missing"
 
 
 def lost(group: Any, what: str, error: BaseException) -> RankError:
@@ -59,7 +59,7 @@ def failed(reason: str) -> None:
     try:
         store = c10d._get_default_store()
         if not store.check([f"{_STOPPED}/{rank}"]):  # a collective that failed has told already
-            store.set(f"{_FAILED}/{rank}", reason)
+            store.set(f"{FAILED}/{rank}", reason)
             store.set(f"{_MISSING}/{rank}", "[]")
             store.set(f"{_STOPPED}/{rank}", reason)
     except RuntimeError as e:
@@ -68,7 +68,7 @@ def failed(reason: str) -> None:
 
 def _reasons(store: Any, members: Sequence[int]) -> str:
     """Which members have failed by themselves, and why."""
-    keys = {m: f"{_FAILED}/{m}" for m in members}
+    keys = {m: f"{FAILED}/{m}" for m in members}
     found = [f"rank {m} failed: {store.get(key).decode()}" for m, key in keys.items() if store.check([key])]
     return "; ".join(found)
 

@@ -24,6 +24,8 @@ logger = logging.getLogger("cannopy.backend")
 
 LOOKED, ENDED, JOINED = "looked", "ended", "joined"
 """The two stages of a compilation, and the one of `process_groups.ensure`."""
+FAILED = "cannopy/failed"
+"""Prefix of the keys under which a rank says why it has ended (`backend.ranks.failed`)."""
 _VERBS = {LOOKED: "look up", ENDED: "finish", JOINED: "create"}
 _LONGEST_POLL = 0.5
 _FIRST_NEWS, _NEWS = 5.0, 30.0
@@ -106,6 +108,10 @@ class Peers:
             if self._store.check([f"{self._prefix}/failed"]):
                 w = Word(**json.loads(self._store.get(f"{self._prefix}/failed")))
                 raise RankError(f"rank {w.rank} (process {w.pid} on {w.host}) did not compile {w.what}: {w.reason}")
+            for rank, key in keys.items():
+                if self._store.check([f"{FAILED}/{rank}"]) and not self._store.check([key]):
+                    why = self._store.get(f"{FAILED}/{rank}").decode()
+                    raise RankError(f"rank {rank} has ended before {self.what} was there: {why}")
             waited = time.monotonic() - start
             if waited >= self.timeout:
                 raise RankError(

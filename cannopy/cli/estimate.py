@@ -60,6 +60,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     group.add_argument("--parallel", default="", metavar="K=N,…|FILE|auto",
                        help="dies: ep, dp, attn_tp, o_proj_tp, dense_tp, embed_tp, lm_head_tp, moe_tp (all 1), a YAML "
                             "file with them, or auto: the fastest that fits --dies")
+    group.add_argument("--rank", type=int, default=0, metavar="R", help="of a graph: the die of --parallel (0)")
     auto_layout.add_dies_argument(group)
     group.add_argument("--plan", choices=("serial", "expert"), default="serial",
                        help="serial: one stream; expert: side streams, core limits, prefetch and SuperKernel as "
@@ -69,9 +70,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     group.add_argument("--svg", type=Path, metavar="FILE", help="where --sweep draws its curve")
     group.add_argument("--top", type=positive, default=20, metavar="N", help="rows of the table of kernels (20)")
     group.add_argument("--trace", action="store_true", help="with --json: every interval of the simulation")
-    group.add_argument("--timeline", type=Path, metavar="DIR",
-                       help="write a picture of the step there: one stream, the expert's plan and the scheduler's side "
-                            "by side (timeline.html, trace.json for ui.perfetto.dev, plan.yaml)")
     group.add_argument("--models", action="store_true", help="list the described models")
     group = parser.add_argument_group("one kernel")
     group.add_argument("--kernel", metavar="NAME", help="kernel to price, with SIZE=VALUE arguments")
@@ -113,11 +111,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """`CannopyError` for arguments that say nothing together."""
-    if args.timeline and (args.sweep or args.from_graph or args.size in ("tiny", "small")):
-        raise CannopyError("--timeline draws one step of a described model",
-                           "of a graph: cannopy timeline MODEL --out DIR")
-    if args.timeline and args.timeline.exists() and not args.timeline.is_dir():
-        raise CannopyError(f"--timeline {args.timeline}: it is a file", "name a folder")
     auto_layout.check(args)
     if args.accepted is not None and args.accepted > args.next_n and not args.from_graph:
         raise CannopyError(f"--accepted {args.accepted:g} is more than the {args.next_n} drafts of a step",
@@ -126,7 +119,8 @@ def _check(args: argparse.Namespace) -> None:
         if args.sweep:
             raise CannopyError("--sweep takes a described model, not a graph, whose sizes are fixed")
         drafts = args.next_n and args.form != "serving"
-        for name, given in (("--parallel", args.parallel), ("--quant", args.quant != "bf16"), ("--next-n", drafts),
+        auto = args.parallel == auto_layout.AUTO
+        for name, given in (("--parallel auto", auto), ("--quant", args.quant != "bf16"), ("--next-n", drafts),
                             ("--plan", args.plan != "serial")):
             if given:
                 raise CannopyError(f"{name} is for described models; a graph is priced as it is")
@@ -251,21 +245,14 @@ def _estimate(args: argparse.Namespace, **changes: Any) -> tuple[Any, Any]:
 
 def _step(args: argparse.Namespace) -> int:
     step, memory = _estimate(args)
-    drawn = {}
-    if args.timeline:
-        from cannopy.cli.estimate_timeline import draw
-
-        drawn = {"timeline": draw(settings(args), args.target, args.timeline)}
     if args.json:
         layouts = {"layouts": args.layouts.to_dict()} if args.layouts else {}
-        print_json(step_dict(args, step) | {"memory": memory.to_dict()} | layouts | drawn
+        print_json(step_dict(args, step) | {"memory": memory.to_dict()} | layouts
                    | ({"trace": step.trace.to_dict()} if args.trace else {}))
     else:
         screen = console(args)
         estimate_view.step(screen, step, args)
         estimate_view.memory(screen, memory)
-        for file in drawn.get("timeline", {}).get("files", ()):
-            screen.print(f"wrote {file}", style="dim")
     return 0 if memory.fits else 1
 
 

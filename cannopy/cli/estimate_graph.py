@@ -37,7 +37,8 @@ def run_graph(args: argparse.Namespace) -> int:
     screen = console(args)
     with working(screen, f"capturing {args.phase} of {loaded.name} for {args.target}"):
         state.prepare_state(loaded.model, inputs, kwargs, method=method)
-        options = Options(phase=args.phase, target=target, use_cache=False)
+        spread = {"parallel": args.parallel, "rank": args.rank} if args.parallel else {}
+        options = Options(phase=args.phase, target=target, use_cache=False, **spread)
         program, _ = api.lower(loaded.model, method, inputs, kwargs, options, {})
     from cannopy.prediction import predict
 

@@ -109,7 +109,6 @@ def test_one_kernel(capsys: pytest.CaptureFixture[str]) -> None:
     (["qwen3-235b-a22b", "--parallel", "attn_tp=4,lm_head_tp=8"], "leave lm_head_tp out"),
     (["qwen3-235b-a22b", "--parallel", "attn_tp=2,moe_tp=4"], "no part of attn_tp=2"),
     (["qwen3-235b-a22b", "--parallel", "moe_tp=1024"], "experts of width 1536"),
-    (["deepseek-v3.2", "--size", "tiny", "--parallel", "ep=4"], "--parallel is for described models"),
     (["deepseek-v3.2", "--from-graph", "--target", "atlas-a4"], "did you mean 'atlas-a3'"),
     (["deepseek-r1", "--trace"], "--json of one step"),
     ([], "a MODEL or --kernel is missing"),

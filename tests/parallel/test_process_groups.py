@@ -92,8 +92,9 @@ def test_ranks_with_other_layouts_or_none_are_named(tmp_path: Path) -> None:
     found = world.run(4, one_stays_away, tmp_path, raises=True)
     assert found[2] is None
     for rank in (0, 1, 3):
-        assert "rank 2" in found[rank]
-        assert "create the groups of ep=4,dp=4" in found[rank] or "did not" in found[rank]
+        lost = rank != 0 and "lost the store of the process group" in found[rank]  # rank 0, which holds it, was first
+        assert lost or "rank 2" in found[rank]
+        assert "the groups of ep=4,dp=4" in found[rank]
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])

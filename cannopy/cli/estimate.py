@@ -70,6 +70,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     group.add_argument("--svg", type=Path, metavar="FILE", help="where --sweep draws its curve")
     group.add_argument("--top", type=positive, default=20, metavar="N", help="rows of the table of kernels (20)")
     group.add_argument("--trace", action="store_true", help="with --json: every interval of the simulation")
+    group.add_argument("--timeline", type=Path, metavar="DIR",
+                       help="write a picture of the step there: one stream, the expert's plan and the scheduler's side "
+                            "by side (timeline.html, trace.json for ui.perfetto.dev, plan.yaml)")
     group.add_argument("--models", action="store_true", help="list the described models")
     group = parser.add_argument_group("one kernel")
     group.add_argument("--kernel", metavar="NAME", help="kernel to price, with SIZE=VALUE arguments")
@@ -111,6 +114,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """`CannopyError` for arguments that say nothing together."""
+    if args.timeline and (args.sweep or args.from_graph or args.size in ("tiny", "small")):
+        raise CannopyError("--timeline draws one step of a described model",
+                           "of a graph: cannopy timeline MODEL --out DIR")
+    if args.timeline and args.timeline.exists() and not args.timeline.is_dir():
+        raise CannopyError(f"--timeline {args.timeline}: it is a file", "name a folder")
     auto_layout.check(args)
     if args.accepted is not None and args.accepted > args.next_n and not args.from_graph:
         raise CannopyError(f"--accepted {args.accepted:g} is more than the {args.next_n} drafts of a step",
@@ -245,14 +253,21 @@ def _estimate(args: argparse.Namespace, **changes: Any) -> tuple[Any, Any]:
 
 def _step(args: argparse.Namespace) -> int:
     step, memory = _estimate(args)
+    drawn = {}
+    if args.timeline:
+        from cannopy.cli.estimate_timeline import draw
+
+        drawn = {"timeline": draw(settings(args), args.target, args.timeline)}
     if args.json:
         layouts = {"layouts": args.layouts.to_dict()} if args.layouts else {}
-        print_json(step_dict(args, step) | {"memory": memory.to_dict()} | layouts
+        print_json(step_dict(args, step) | {"memory": memory.to_dict()} | layouts | drawn
                    | ({"trace": step.trace.to_dict()} if args.trace else {}))
     else:
         screen = console(args)
         estimate_view.step(screen, step, args)
         estimate_view.memory(screen, memory)
+        for file in drawn.get("timeline", {}).get("files", ()):
+            screen.print(f"wrote {file}", style="dim")
     return 0 if memory.fits else 1
 
 

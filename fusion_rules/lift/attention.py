@@ -25,6 +25,14 @@ WEIGHTS = op(
     Literal(False),
 )
 
+def _flat(scores: object) -> str | None:
+    """What ``scores`` are instead of one row of keys per batch, head and query."""
+    return None if isinstance(scores, fx.Node) and len(shape(scores)) == 4 else describe(scores)
+
+
+SCORES = Any("scores", where=_flat, wants="scores [B, N, S, T]")
+SOFTMAX = op(aten._softmax.default, SCORES, Literal(-1), Literal(False))
+
 PATTERN = op(
     aten.matmul.default,
     Through(
@@ -76,5 +84,5 @@ RULE = Rule(
     check=check,
     rewrite=rewrite,
     near=3,
-    core=WEIGHTS,
+    core=SOFTMAX,
 )

@@ -6,14 +6,24 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cannopy.fx_passes.graph import Editor
-from cannopy.fx_passes.legalise import dialect, empties, formulas, grouped_mm, histc, index_copy, index_put, sort
+from cannopy.fx_passes.legalise import (
+    complexes,
+    dialect,
+    empties,
+    formulas,
+    grouped_mm,
+    histc,
+    index_copy,
+    index_put,
+    sort,
+)
 from cannopy.fx_passes.legalise.error import LegaliseError
 from cannopy.fx_passes.normalise import cse, noops, views
 from cannopy.fx_passes.program import Program
 
 __all__ = ["LegaliseError", "run"]
 
-STEPS = (index_copy.run, index_put.run, histc.run, grouped_mm.run, sort.run, formulas.run, empties.run)
+STEPS = (complexes.run, index_copy.run, index_put.run, histc.run, grouped_mm.run, sort.run, formulas.run, empties.run)
 
 
 def run(program: Program, references: Mapping[str, Callable[..., Any]]) -> int:

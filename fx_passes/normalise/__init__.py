@@ -7,6 +7,7 @@ from typing import Any
 from cannopy.fx_passes.normalise import (
     arithmetic,
     casts,
+    complexes,
     constants,
     cse,
     indices,
@@ -21,6 +22,7 @@ from cannopy.fx_passes.normalise.worklist import Known, Step, Worklist
 from cannopy.fx_passes.program import Program
 
 PIPELINE: tuple[Step, ...] = (
+    complexes.STEP,
     arithmetic.STEP,
     noops.STEP,
     casts.STEP,

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import torch_version
 from torch._dynamo import convert_frame, exc
 from torch._dynamo.variables import builder
 from torch._guards import CompileId, tracing
 
-TORCH = torch_version.TorchVersion(torch.__version__)
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+"""Major and minor version."""
 TRACED = CompileId(frame_id=0, frame_compile_id=0)
 """The identifier of a trace that no ``torch.compile`` made; Dynamo's log and its metrics ask for one."""
 MOST_RESTARTS = 100
@@ -63,7 +63,6 @@ def _translate(
     log = convert_frame.SpeculationLog()
     modes = torch.overrides._get_current_function_mode_stack()
 
-    @convert_frame.preserve_global_state
     def transform(instructions: list[Any], options: dict[str, Any]) -> None:
         log.restart()
         tracer = convert_frame.InstructionTranslator(
@@ -86,9 +85,10 @@ def _translate(
         convert_frame.check_inst_exn_tab_entries_valid(instructions)
         instructions[:] = convert_frame.remove_pointless_jumps(convert_frame.remove_dead_code(instructions))
 
+    kept = convert_frame.preserve_global_state(transform)
     for _ in range(MOST_RESTARTS):
         try:
-            made: types.CodeType = convert_frame.transform_code_object(code, transform)
+            made: types.CodeType = convert_frame.transform_code_object(code, kept)
             return made
         except exc.RestartAnalysis:
             continue

@@ -87,6 +87,9 @@ class _Split:
             if kernel in self.stream and kernel not in self.halves:
                 raise error(self.work.layout, KIND, kernel, "this attention cannot be split by tokens: it does not "
                                                             "read whole prompts, packed, by their own keys")
+        for end in routed:
+            if end not in self.own:
+                raise error(self.work.layout, KIND, end, "these experts do not read rows of tokens, one each")
         for node in self._wanted():
             with self.editor.before(node):
                 self.editor.replace(node, self._gathered(*self.own[node]))

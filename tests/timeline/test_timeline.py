@@ -203,3 +203,13 @@ def test_an_address_opens_the_page_at_a_kernel(page: Path) -> None:
     assert "0.c" in card
     assert "found in L2" in card
     assert "hidden" not in card.split(">")[0]
+
+
+def test_each_prefetch_of_one_weight_has_its_own_start() -> None:
+    schedule = Schedule(tasks(), (Prefetch("1.w", 1500.0, "0.a"), Prefetch("1.w", 2500.0, "1.a")))
+    run = Run("automatic", schedule, simulate(schedule, CHIP))
+    drawn = payload([run], CHIP)
+    assert [drawn["texts"][fetch[-1]] for fetch in drawn["runs"][0]["fetches"]] == ["0.a", "1.a"]
+    slices = [e for e in perfetto([run], CHIP)["traceEvents"] if e.get("cat") == "prefetch"]
+    assert [e["args"]["after"] for e in slices] == ["0.a", "1.a"]
+    assert sum(e["args"]["bytes used"] for e in slices) == pytest.approx(4000.0)

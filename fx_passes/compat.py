@@ -40,7 +40,7 @@ def compile_frame(
 ) -> Frame:
     """One graph of ``function`` with ``scope`` as its globals and ``values`` in its frame, handed to ``backend``.
 
-    Nothing is cached and no guard is built. torch 2.9 has a function for that, in 2.8 it is part of a larger one.
+    Nothing is cached and no guard is built. Later versions have a function for that, in 2.8 it is part of a larger one.
 
     Raises:
         torch._dynamo.exc.TorchDynamoException: the function does not trace to one graph.
@@ -114,7 +114,7 @@ def value_changed(variable: Any, side_effects: Any) -> bool:
 
 
 def mutation_stack(variable: Any, side_effects: Any) -> Sequence[traceback.FrameSummary]:
-    """The user's stack where ``variable`` was changed last; empty where torch does not record it (up to 2.9)."""
+    """The user's stack where ``variable`` was changed last; empty where torch does not record it (2.8)."""
     stacks = getattr(side_effects, "mutation_user_stacks", {}).get(variable) or [()]
     last: Sequence[traceback.FrameSummary] = stacks[-1]
     return last

@@ -207,7 +207,8 @@ def page(found: Mapping[str, Mapping[str, Any]], reasons: Mapping[str, str]) -> 
     ]
     for o in found.values():
         kernels = ", ".join(str(n) for n in o["kernels"].values())
-        tests = f"{o['passed']} passed, {len(o['failed'])} failed, {o['skipped']} skipped"
+        tests = (f"{o['passed']} passed, {len(o['failed'])} failed, {o['skipped']} skipped"
+                 if o["passed"] or o["failed"] else "not run")
         text.append(f"| {o['torch']} | {o['torch_npu']} | {o['transformers']} | {o['python']} | {o['job']} | {kernels} "
                     f"| {o['parity'] or 'not measured'} | {tests} |")
     for name, o in found.items():

@@ -11,8 +11,8 @@ import torch
 import yaml
 
 import cannopy
-from cannopy import Options, cli
-from cannopy.pipeline_text import DEFAULT
+from cannopy import Options, api, cli, planning
+from cannopy.pipeline_text import DEFAULT, parse
 from cannopy.planning import PlanFileError
 
 MODEL = """
@@ -106,6 +106,74 @@ def test_a_plan_that_does_not_fit_is_refused(drawn: Path, tmp_path: Path, old: s
     with pytest.raises(PlanFileError) as error:
         compiled(drawn, file)
     assert all(word in str(error.value) for word in [str(file), *words]), str(error.value)
+
+
+MISTAKES: list[tuple[str, str, str]] = [
+    ("layers:", "layer:", r"line \d+: plan: unknown key 'layer'; did you mean 'layers'"),
+    ("target: atlas-a3", "target:", r"line 1: plan, target: expected a name, found None"),
+    ("target: atlas-a3", "target: atlas-a3\ntarget: atlas-a2", r"line 2: 'target' is given twice, first in line 1"),
+    ("  kernels:", "  kernel:", r"line \d+: block 1: unknown key 'kernel'; did you mean 'kernels'"),
+    ("  kernels:", "  kernels: 5\n  prefetch:", r"line \d+: block 1 .*kernels: expected a list, found 5"),
+    ("stream: side1", "steam: side1", r"line \d+: block 1 .*unknown key 'steam'; did you mean 'stream'"),
+    ("stream: side1", "stream: [side1]", r"line \d+: block 1 .*stream: expected a name, found \['side1'\]"),
+    ("cores: c", "cores: v", r"line \d+: block 1 .*expected cube and vector cores as in c16v32"),
+    ("cores: c", "cores: c9", r"core limit: .* is limited to c9\S+; expected 1 to 24[^\n]*\n    \w+: line \d+"),
+    ("aten.tanh", "aten.than", r"line \d+: block 1 .*unknown kernel .*'aten.than.*did you mean 'aten.tanh"),
+    ("stream: side1", "stream: side1, wait: [aten.tan]", r"line \d+: block 1 .*unknown kernel .*'aten.tan'"),
+    ("stream: side1", "stream: side1, wait: [next/aten.tanh.default]", r"line \d+: .*there is nothing next"),
+    ("stream: side1", "stream: side1, wait: aten.tanh", r"line \d+: .*wait: expected a list"),
+    ("stream: side1", "stream: side1, super_kernel: sk9", r"line \d+: .*unknown SuperKernel region 'sk9'"),
+    ("layers: g1", "layers: 0-1", r"line \d+: block 1 .*unknown layer '0'; did you mean 'g1'"),
+    ("layers: g1", "layers: g1, g1", r"line \d+: block 1 .*each once"),
+    ("streams: force", "streams: never", r"line \d+: .*unknown switch of streams 'never'"),
+    ("streams: force", "stream: force", r"line \d+: .*unknown key 'stream'; did you mean 'streams'"),
+    ("  features: {", "  kernels: [{layers: g1, kernel: aten.tan, stream: main}]\n  features: {",
+     r"line \d+: pins, kernel 1: unknown kernel .*'aten.tan'; did you mean"),
+    ("layers:", "layers: [", r"line \d+: no YAML"),
+    ("layers:", "\tlayers:", r"line \d+: no YAML"),
+]
+
+
+@pytest.fixture(scope="module")
+def graph(drawn: Path) -> Any:
+    """The lowered model, to which many plans are given."""
+    space: dict[str, Any] = {}
+    exec(compile((drawn / "mine.py").read_text(), str(drawn / "mine.py"), "exec"), space)
+    model, method, args = space["make"]()
+    options = Options(use_cache=False, pipeline=DEFAULT.removesuffix(",schedule"))
+    return api.lower(model, method, args, {}, options, {})[0]
+
+
+@pytest.mark.parametrize(("old", "new", "words"), MISTAKES)
+def test_mistakes_are_named_with_their_line(drawn: Path, graph: Any, tmp_path: Path, old: str, new: str,
+                                            words: str) -> None:
+    text = (drawn / "out" / "plan.yaml").read_text()
+    assert old in text
+    file = tmp_path / "edited.yaml"
+    file.write_text(text.replace(old, new, 1))
+    with pytest.raises(PlanFileError, match=words) as error:
+        planning.make(graph, parse(DEFAULT).stages[-1], "atlas-a3", file)
+    assert str(file) in str(error.value)
+
+
+def test_kernels_left_out_twice_out_of_order_and_streams_beyond_the_budget(drawn: Path, graph: Any,
+                                                                           tmp_path: Path) -> None:
+    lines = (drawn / "out" / "plan.yaml").read_text().splitlines()
+    rows = [i for i, line in enumerate(lines) if line.startswith("  - aten.")]
+    first, last = lines[rows[0]], lines[rows[-1]]
+    spread = {row: f"{lines[row].partition(': {')[0]}: {{stream: s{n}}}" for n, row in enumerate(rows[:5])}
+    for changed, words in (
+        ([line for line in lines if line != first], "has no 'aten."),
+        ([*lines[: rows[-1] + 1], first, *lines[rows[-1] + 1 :]], rf"line {rows[-1] + 2}: .*placed already, in line "
+                                                                    rf"{rows[0] + 1}"),
+        ([{rows[0]: last, rows[-1]: first}.get(i, line) for i, line in enumerate(lines)],
+         rf"is placed before it\n    \w+: line {rows[0] + 1} "),
+        ([spread.get(i, line) for i, line in enumerate(lines)], r"a graph has at most 4\n    \w+: line \d+ "),
+    ):
+        file = tmp_path / "edited.yaml"
+        file.write_text("\n".join(changed))
+        with pytest.raises(PlanFileError, match=words):
+            planning.make(graph, parse(DEFAULT).stages[-1], "atlas-a3", file)
 
 
 def test_a_plan_that_could_hang_is_refused(drawn: Path, tmp_path: Path) -> None:

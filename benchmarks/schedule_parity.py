@@ -28,6 +28,7 @@ from cannopy import api, pipeline, planning
 from cannopy.backend import build as backend
 from cannopy.backend.ge_graph import proto
 from cannopy.backend.ge_graph.op_types import NOT_KERNELS
+from cannopy.backend.host.activate import activate
 from cannopy.backend.torchair import PlanLostError
 from cannopy.frontend import outputs, state
 from cannopy.fx_passes.program import Program
@@ -64,6 +65,7 @@ class Case:
     program: Program = field(init=False)
 
     def __post_init__(self) -> None:
+        activate()
         self.options = cannopy.Options(phase=self.phase, use_cache=False, pipeline=PLAIN)  # type: ignore[arg-type]
         state.prepare_state(self.model, self.args, self.kwargs, method=self.method)
         self.program, _ = api.lower(self.model, self.method, self.args, self.kwargs, self.options, {})
@@ -268,7 +270,6 @@ def load(name: str, form: str, phase: str) -> Case:
 
 def main() -> int:
     """Print a line per schedule; 1 when any differs."""
-    from cannopy.backend.host.activate import activate
     from cannopy.models import zoo
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -279,7 +280,6 @@ def main() -> int:
     parser.add_argument("--orders", type=int, default=3)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    activate()
     failed = 0
     for name, form, phase in ((n, f, p) for n in given.model for f in given.form for p in given.phase):
         case = load(name, form, phase)

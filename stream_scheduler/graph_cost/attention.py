@@ -23,7 +23,7 @@ def prolog(node: fx.Node) -> Call:
 
 
 def _context(node: fx.Node, cache: Any) -> tuple[float, float]:
-    """(sequences, tokens of each) by the block table, by the number of lengths of packed rows, or by the cache alone."""
+    """(sequences, tokens of each) by the block table, the number of lengths of packed rows, or the cache alone."""
     table = node.kwargs.get("block_table")
     if isinstance(table, fx.Node) and len(shape(table)) == 2:
         sequences, blocks = shape(table)

@@ -53,20 +53,19 @@ def npu_moe_distribute_dispatch_v2(
     the counts (type 0). assist_info_for_combine and ep_recv_counts (running sums by local expert and source rank) are
     for combine only; what else is in them differs between devices. Rows behind the last token are not set.
     expert_scales float32 [BS,K] come out by row as expand_scales [A], and ep_recv_counts is then longer by
-    2·global_bs·K·(ep//8) numbers that stay 0 here.
-    Source: op-plugin doc of npu_moe_distribute_dispatch_v2.
+    2·global_bs·K·(ep//8) numbers that stay 0 here. Source: op-plugin doc of npu_moe_distribute_dispatch_v2.
     """
     special = zero_expert_num + copy_expert_num + const_expert_num
     order = sending_order(expert_ids, x_active_mask, moe_expert_num, special)
     local = moe_expert_num // ep_world_size
-    capacity = (global_bs or x.shape[0] * ep_world_size) * min(local, expert_ids.shape[1])
+    tokens = global_bs or x.shape[0] * ep_world_size
+    capacity = tokens * min(local, expert_ids.shape[1])
     expand_x, assist, by_source, expand_scales = _exchanged(
         x, expert_ids, order, group_ep, (ep_world_size, ep_rank_id, local), capacity, expert_scales)
     per_expert = by_source.sum(0)
     received = by_source.t().flatten().cumsum(0).to(torch.int32)
     if expert_scales is not None:
-        more = 2 * (global_bs or x.shape[0] * ep_world_size) * expert_ids.shape[1] * (ep_world_size // 8)
-        received = torch.cat([received, received.new_zeros(more)])
+        received = torch.cat([received, received.new_zeros(2 * tokens * expert_ids.shape[1] * (ep_world_size // 8))])
     return (
         expand_x,
         torch.zeros(capacity, dtype=torch.float32),

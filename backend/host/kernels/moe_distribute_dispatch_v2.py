@@ -55,8 +55,8 @@ def npu_moe_distribute_dispatch_v2(
     expert_scales float32 [BS,K] come out by row as expand_scales [A], and ep_recv_counts is then longer by
     2·global_bs·K·(ep//8) numbers that stay 0 here. Source: op-plugin doc of npu_moe_distribute_dispatch_v2.
     """
-    special = zero_expert_num + copy_expert_num + const_expert_num
-    order = sending_order(expert_ids, x_active_mask, moe_expert_num, special)
+    order = sending_order(expert_ids, x_active_mask, moe_expert_num,
+                          zero_expert_num + copy_expert_num + const_expert_num)
     local = moe_expert_num // ep_world_size
     tokens = global_bs or x.shape[0] * ep_world_size
     capacity = tokens * min(local, expert_ids.shape[1])
@@ -68,8 +68,7 @@ def npu_moe_distribute_dispatch_v2(
         received = torch.cat([received, received.new_zeros(2 * tokens * expert_ids.shape[1] * (ep_world_size // 8))])
     return (
         expand_x,
-        torch.zeros(capacity, dtype=torch.float32),
-        assist,
+        torch.zeros(capacity), assist,
         per_expert if expert_token_nums_type == 1 else per_expert.cumsum(0),
         received,
         torch.zeros(tp_world_size, dtype=torch.int32),

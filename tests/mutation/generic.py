@@ -269,18 +269,17 @@ def _reads_other(e: Edit, n: fx.Node) -> None:
         raise NotHereError
     new = e.rng.choice(like)
     e.swap_input(n, old, new)
-    e.read |= _lineage(new)
-    e.instead |= _lineage(old)
-    e.lines.add(str(new.meta.get("source")))
+    e.read |= {m.name for m in _lineage(new)}
+    e.instead |= {m.name for m in _lineage(old)}
+    e.lines |= {str(m.meta.get("source")) for m in _lineage(new)}
 
 
-def _lineage(node: fx.Node) -> set[str]:
+def _lineage(node: fx.Node) -> list[fx.Node]:
     """``node`` and what it is a function of: a reason looks through operations of one operand."""
-    names = {node.name}
-    while len(node.all_input_nodes) == 1:
-        node = node.all_input_nodes[0]
-        names.add(node.name)
-    return names
+    found = [node]
+    while len(found[-1].all_input_nodes) == 1:
+        found.append(found[-1].all_input_nodes[0])
+    return found
 
 
 KEEP = {"legal": True, "same": True}

@@ -38,6 +38,14 @@ def dtype(node: fx.Node) -> torch.dtype:
     return found
 
 
+def truncates(node: fx.Node) -> bool:
+    """Whether ``node`` casts floating point numbers to integers or bools: no cast that a rule may look through."""
+    if not is_call(node, aten._to_copy.default) or dtype(node).is_floating_point:
+        return False
+    source = node.args[0]
+    return isinstance(source, fx.Node) and dtype(source).is_floating_point
+
+
 def where(node: fx.Node) -> str:
     """The user's source line of ``node`` for messages, or its name when the line is unknown."""
     line = node.meta.get("source")

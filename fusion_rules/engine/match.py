@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 
 from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Literal, Number, Op, Pattern, Through
 from cannopy.fusion_rules.engine.stop import Stop, describe, short, size_of, wording
-from cannopy.fx_passes.graph import where
+from cannopy.fx_passes.graph import truncates, where
 
 NUMBER_TOLERANCE = 1e-6
 
@@ -166,6 +166,8 @@ class Matcher:
                 if (bound := found.bind(p.name, value)) is not None:
                     yield bound
             if not (isinstance(current, fx.Node) and current.op == "call_function" and current.target in p.over):
+                return
+            if truncates(current):
                 return
             crossed, user, current = crossed.cross(current), current, current.args[0]
 

@@ -21,7 +21,7 @@ from cannopy.fusion_rules.engine.spellings import CAST, RESHAPE
 from cannopy.fusion_rules.engine.stop import describe
 from cannopy.fusion_rules.lift.moves import MOVES, Moves, moves_of, narrowed
 from cannopy.fx_passes.affine import very_negative
-from cannopy.fx_passes.graph import aten, dtype, is_call, shape
+from cannopy.fx_passes.graph import aten, dtype, is_call, shape, truncates
 from cannopy.fx_passes.normalise.constants import constant
 
 PRODUCT = (aten.matmul.default, aten.bmm.default)
@@ -127,20 +127,24 @@ def _refusal(reason: str, node: fx.Node) -> Refusal:
 
 def _scores(node: fx.Node) -> tuple[Mask | None, float, fx.Node, fx.Node]:
     """(mask, factor, what the mask is put on, the innermost value) of what the softmax reads."""
-    while is_call(node, *CAST):
+    while is_call(node, *CAST) and not truncates(node):
         node = cast(fx.Node, node.args[0])
     node, mask = _masked(node)
     scores, scale = node, 1.0
-    while is_call(node, *CAST, *MOVES) or _factor(node) is not None:
+    while (is_call(node, *CAST, *MOVES) and not truncates(node)) or _factor(node):
         scale *= _factor(node) or 1.0
         node = cast(fx.Node, node.args[0])
     return mask, scale, scores, node
 
 
 def _factor(node: fx.Node) -> float | None:
+    """What ``node`` multiplies by; None where it is no multiplication, or by zero or by what is not finite."""
     if not is_call(node, aten.mul.Tensor, aten.div.Tensor) or not isinstance(node.args[1], int | float):
         return None
-    return float(node.args[1]) if is_call(node, aten.mul.Tensor) else 1.0 / node.args[1]
+    number = float(node.args[1])
+    if not number or not math.isfinite(number):
+        return None
+    return number if is_call(node, aten.mul.Tensor) else 1.0 / number
 
 
 def _masked(node: fx.Node) -> tuple[fx.Node, Mask | None]:

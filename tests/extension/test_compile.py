@@ -60,7 +60,8 @@ def test_switches(rules: Path) -> None:
     assert found.pipeline == str(Options(rules=rules).full_pipeline)
     off = lowered(rules=rules, fusions={"mean_again": False})
     assert "mean_again" not in off.log.counts()
-    assert off.pipeline == "normalise,lift,fuse{mean_again=off},parallel,legalise,weight-layout,counters,merge-slices,schedule"
+    assert off.pipeline == ("normalise,lift,fuse{mean_again=off},parallel,"
+                            "legalise,weight-layout,counters,merge-slices,schedule")
     missed = lowered(torch.float32, rules=rules).log.misses
     assert [m.reason for m in missed if m.rule == "mean_again"] == ["this rule wants bf16"]
     with pytest.raises(pipeline.FusionRequiredError, match="this rule wants bf16"):

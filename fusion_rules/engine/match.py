@@ -7,12 +7,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any as Anything
 
+import torch
 from torch import fx
 from torch._ops import OpOverload
 
 from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Literal, Number, Op, Pattern, Through
 from cannopy.fusion_rules.engine.stop import Stop, describe, short, size_of, wording
-from cannopy.fx_passes.graph import truncates, where
+from cannopy.fx_passes.graph import dtype, truncates, where
 
 NUMBER_TOLERANCE = 1e-6
 
@@ -167,7 +168,7 @@ class Matcher:
                     yield bound
             if not (isinstance(current, fx.Node) and current.op == "call_function" and current.target in p.over):
                 return
-            if truncates(current):
+            if truncates(current) and not (p.truth and dtype(current) == torch.bool):
                 return
             crossed, user, current = crossed.cross(current), current, current.args[0]
 

@@ -82,11 +82,16 @@ class Alt(Pattern):
 
 @dataclass(frozen=True)
 class Through(Pattern):
-    """``inner``, possibly behind any number of the unary operations ``over`` (reshapes, casts, expands)."""
+    """``inner``, possibly behind any number of the unary operations ``over`` (reshapes, casts, expands).
+
+    A cast of floating point numbers to integers or bools ends it: it changes values. With ``truth``, where only
+    matters whether a value is 0, casts to bool count.
+    """
 
     inner: Pattern
     over: tuple[Anything, ...] = field(default=())
     name: str = ""
+    truth: bool = False
 
 
 @dataclass(frozen=True)

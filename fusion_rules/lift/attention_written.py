@@ -8,7 +8,7 @@ it computes: row (b, n, s) of the scores is query s of head n.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -108,7 +108,7 @@ def _typed(found: Written, anchor: fx.Node) -> Written | Refusal:
     nodes = [cast(fx.Node, found.product.args[0]), found.keys.node, found.values.node]
     kinds = {dtype(narrowed(n)) for n in nodes}
     if len(kinds) == 1 and (dtype(anchor) in kinds or _rounded(anchor, kinds)):
-        return Written(**{**vars(found), "narrow": True})
+        return replace(found, narrow=True)
     if {dtype(n) for n in nodes} == {dtype(anchor)}:
         return found
     return _refusal("q, k, v and the result are not of one dtype", anchor)
@@ -247,9 +247,7 @@ def _emit_mask(ctx: Context, mask: Mask, size: tuple[int, ...]) -> fx.Node:
         node = cast(fx.Node, shown)
     wide = (1,) * (len(size) - len(shape(node))) + shape(node)
     node = ctx.editor.reshape(node, [wide[0], 1, *wide[-2:]])
-    if mask.fill is None:
-        return node
-    if mask.fill == -math.inf:
+    if mask.fill in (None, -math.inf):
         return node
     device = node.meta["val"].device
     zero, fill = (call(aten.full.default, [], n, dtype=torch.float32, device=device) for n in (0.0, mask.fill))

@@ -19,7 +19,7 @@ from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule, other_reade
 from cannopy.fusion_rules.engine.spellings import gated_halves_refusal, half
 from cannopy.fusion_rules.engine.stop import describe
 from cannopy.fusion_rules.rewrite.zero_experts import Unmasked, before, handed_on, unmasked, whole_ids
-from cannopy.fx_passes.graph import aten, dtype, is_call, shape
+from cannopy.fx_passes.graph import aten, dtype, is_call, shape, truncates
 from cannopy.fx_passes.weight_plan import derived, preview, why_not_weight
 
 ROUTED, DROPPED = 2, 3
@@ -271,6 +271,10 @@ def _result_refusal(match: Match, e: Experts) -> Refusal | None:
     if shared_result is not None:
         return _has_readers(shared_result, match.nodes, "the experts' result",
                             "the experts' result has other readers before it is cast or added to")
+    rounded = match.get("routed")
+    if isinstance(rounded, fx.Node) and truncates(rounded):
+        return Refusal(f"the experts' result is cast to {dtype(rounded)}, which changes it", rounded, "dtype",
+                       str(dtype(e.x)), str(dtype(rounded)), "cast the experts' result to a floating point type")
     if dtype(match.anchor) != dtype(e.x):
         return Refusal(f"the result stays {dtype(match.anchor)}; npu_moe_finalize_routing gives {dtype(e.x)}",
                        match.anchor, "dtype", str(dtype(e.x)), str(dtype(match.anchor)),

@@ -61,13 +61,13 @@ GROUP_IDS = op(
 def _marks(blank: Pattern, value: Pattern) -> Pattern:
     """[T, G] of ``blank`` with ``value`` at the chosen groups, as [T, G, 1]; a cast of 0 and 1 is 0 and 1."""
     marked = op(aten.scatter.value, blank, Alt((Literal(1), Literal(-1))), GROUP_IDS, value, name="marks")
-    return op(aten.reshape.default, Through(marked, over=CAST), Any())
+    return op(aten.reshape.default, Through(marked, over=CAST, truth=True), Any())
 
 
 def _zero(marks: Pattern) -> Pattern:
     """Where ``marks`` are 0."""
     return Alt((
-        op((aten.bitwise_not.default, aten.logical_not.default), Through(marks, over=CAST)),
+        op((aten.bitwise_not.default, aten.logical_not.default), Through(marks, over=CAST, truth=True)),
         op(aten.eq.Scalar, marks, Number(equal=0)),
     ))
 
@@ -75,7 +75,8 @@ def _zero(marks: Pattern) -> Pattern:
 ZEROS = op(aten.full.default, Any(), Alt((Number(equal=0), Literal(False))), rest=True)
 TRUES = op(aten.full.default, Any(), Literal(True), rest=True)
 CHOSEN = _marks(ZEROS, Alt((Number(equal=1), Literal(True))))
-PER_EXPERT = op(aten.reshape.default, op(aten.expand.default, Through(CHOSEN, over=CAST), Any(), name="spread"), Any())
+SPREAD = op(aten.expand.default, Through(CHOSEN, over=CAST, truth=True), Any(), name="spread")
+PER_EXPERT = op(aten.reshape.default, SPREAD, Any())
 MASKED = Alt((
     op(aten.masked_fill.Scalar, CHOICE, _zero(PER_EXPERT), Number("fill"), name="masked"),
     op(

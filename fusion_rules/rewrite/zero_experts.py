@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from cannopy.fx_passes.graph import aten, dtype, is_call, shape
+from cannopy.fx_passes.graph import aten, dtype, is_call, shape, truncates
 from cannopy.fx_passes.normalise.constants import constant
 from cannopy.fx_passes.normalise.indices import largest
 
@@ -52,8 +52,8 @@ class Unmasked:
 
 
 def before(node: fx.Node, *targets: Any) -> fx.Node:
-    """What ``node`` was before any number of calls of ``targets``."""
-    while is_call(node, *targets):
+    """What ``node`` was before any number of calls of ``targets``; casts to integers change values and end it."""
+    while is_call(node, *targets) and not truncates(node):
         node = cast(fx.Node, node.args[0])
     return node
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -194,7 +195,8 @@ def _names(miss: Any, operator: Operator) -> bool:
 def _points(miss: Miss, edit: Edit) -> bool:
     """Whether a reason is at, or writes out, the value that is read where another one was."""
     instead = miss.kind == "operand" and miss.node in edit.instead
-    return instead or miss.node in edit.read or any(f" at {line}" in miss.reason for line in edit.lines)
+    written = any(re.search(rf" at {re.escape(line)}(?!\d)", miss.reason) for line in edit.lines - {"None"})
+    return instead or miss.node in edit.read or written
 
 
 def _exposed(c: Case, as_is: oracle.Results, wide: oracle.Results) -> bool:

@@ -264,6 +264,9 @@ REFUSES: dict[str, tuple[Callable[[], Traced], str]] = {
         lambda x, i, s, a, b: Experts()(x, i, torch.cat((s, s)), a, b), *operands(), parameters=[3, 4]),
         "the weights must be one per pair of token and expert"),
     "fp32 result": (lambda: traced(Experts(cast=False)), "the result stays torch.float32"),
+    "cast to integers before the shared expert": (lambda: trace(
+        lambda x, *a: Experts(cast=False)(x, *a).to(torch.int32) + x, *operands(), parameters=[3, 4]),
+        "the experts' result is cast to torch.int32"),
     "weights are arguments": (lambda: traced(parameters=()), "must be parameters"),
     "weights are computed": (lambda: trace(
         lambda x, i, s, a, b: Experts()(x, i, s, a + 1, b), *operands(), parameters=[3, 4]), "must be parameters"),

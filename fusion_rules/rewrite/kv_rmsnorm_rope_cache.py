@@ -62,7 +62,8 @@ def _writes(match: Match) -> Writes | Refusal:
             found = _latent(other, part, places, tokens, match["rope_base"])
             if found is not None:
                 return found
-    return _refused(match.anchor, "no normalised latent of the same projection is written to a cache at the same rows")
+    return _writes_refusal(
+        match.anchor, "no normalised latent of the same projection is written to a cache at the same rows")
 
 
 def _latent(write: fx.Node, part: View | None, places: tuple[int, int], tokens: int, base: fx.Node) -> Writes | None:
@@ -95,7 +96,7 @@ def _behind(node: fx.Node) -> fx.Node:
     return node
 
 
-def _refused(node: fx.Node, reason: str) -> Refusal:
+def _writes_refusal(node: fx.Node, reason: str) -> Refusal:
     return Refusal(reason, node, "operand", "rms_norm of the first and rotation of the second part of one projection",
                    describe(node), "write latent and rotated part of the projection at the same rows of two caches")
 

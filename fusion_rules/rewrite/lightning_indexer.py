@@ -9,6 +9,7 @@ called without any.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -71,10 +72,15 @@ def marked(keys: Pattern, value: bool) -> Op:
     return op(aten.scatter.value, others, Literal(-1), picks(keys), Literal(value))
 
 
-def wrong_layout(match: Match, batch: int, queries: int, length: int, key: tuple[int, ...]) -> Refusal | None:
-    """A refusal unless every tensor of the indexer has the shape that the formula needs; keys have shape ``key``."""
+def wrong_layout(match: Match, batch: int, queries: int, length: int, key: tuple[int, ...],
+                 others: Sequence[tuple[str, tuple[int, ...]]] = ()) -> Refusal | None:
+    """A refusal unless every tensor of the indexer has the shape that the formula needs; keys have shape ``key``.
+
+    ``others``: what else has to have which shape, by name.
+    """
     heads, dim = shape(match["index_query"])[-2:]
-    wanted: list[tuple[str, tuple[int, ...]]] = [
+    wanted = [
+        *others,
         ("index_key", key),
         ("index_query", (batch, queries, heads, dim)),
         ("index_products", (batch, queries, heads, length)),

@@ -86,16 +86,17 @@ def chain(match: Match, latent: fx.Node, rope: fx.Node) -> Chain | Refusal:
     steps = (queries * heads * width, width, heads * width, 1)
     turned = _turned(match["q_rope"], (batch, queries, heads, width - nope))
     if not is_call(up.source, aten.linear.default) or not up.matches((batch, heads, queries, nope), steps):
-        return refused(match["q_nope"], "the queries are not the first part of each head of one projection")
+        return chain_refusal(match["q_nope"], "the queries are not the first part of each head of one projection")
     if turned is None or turned.x.source is not up.source or not turned.x.matches(
             (batch, queries, heads, width - nope), (queries * heads * width, heads * width, width, 1), nope):
-        return refused(match["q_rope"], "the rotated queries are not the second part of each head of that projection")
+        return chain_refusal(
+            match["q_rope"], "the rotated queries are not the second part of each head of that projection")
     norm = view(latent).reshape((tokens, rank))
     key = _turned(rope, (batch, queries, 1, width - nope))
     if norm is None or not _named(norm.source, "rms_norm") or norm != View.whole(norm.source).reshape((tokens, rank)):
-        return refused(latent, "the latent cache does not take a normalised latent")
+        return chain_refusal(latent, "the latent cache does not take a normalised latent")
     if key is None or key.tables != turned.tables:
-        return refused(rope, "the rope cache does not take a part that is rotated as the queries are")
+        return chain_refusal(rope, "the rope cache does not take a part that is rotated as the queries are")
     return _down(match, up.source, norm.source, key, tokens)
 
 
@@ -108,25 +109,26 @@ def _down(match: Match, up: fx.Node, norm: fx.Node, key: Turned, tokens: int) ->
     if latent is None or turned is None or turned.source is not down or not is_call(down, aten.linear.default) or not (
         latent.matches((tokens, rank), (rank + rope, 1)) and turned.matches((tokens, rope), (rank + rope, 1), rank)
     ):
-        return refused(norm, "latent and rotated part are not the first and the second part of one projection")
+        return chain_refusal(norm, "latent and rotated part are not the first and the second part of one projection")
     low = behind(up.args[0])
     if not _named(low, "rms_norm"):
-        return refused(up, f"the queries come from {describe(low)}, not from a normalised low-rank latent")
+        return chain_refusal(up, f"the queries come from {describe(low)}, not from a normalised low-rank latent")
     first = behind(cast(fx.Node, low).args[0])
     if not is_call(first, aten.linear.default):
-        return refused(cast(fx.Node, low), "the normalised latent of the queries is not that of a projection, as it "
-                       "is with q_lora_rank")
+        return chain_refusal(
+            cast(fx.Node, low),
+            "the normalised latent of the queries is not that of a projection, as it is with q_lora_rank")
     linears = cast("tuple[fx.Node, ...]", (first, up, down))
     if any(len(linear.args) > 2 for linear in linears):
-        return refused(match.anchor, "a projection has a bias, which the operator does not add")
+        return chain_refusal(match.anchor, "a projection has a bias, which the operator does not add")
     inputs = [behind(linear.args[0]) for linear in (linears[0], linears[2])]
     if inputs[0] is not inputs[1]:
-        return refused(down, "the query and the key/value chain read different hidden states")
+        return chain_refusal(down, "the query and the key/value chain read different hidden states")
     weights = dict(zip(DOWN, (cast(fx.Node, linear.args[1]) for linear in linears), strict=True))
     return Chain(cast(fx.Node, inputs[0]), weights, (cast(fx.Node, low), norm), key, up, down)
 
 
-def refused(node: fx.Node, reason: str) -> Refusal:
+def chain_refusal(node: fx.Node, reason: str) -> Refusal:
     """Something of the chains is not as the operator computes it."""
     return Refusal(reason, node, "operand", "the chains of MLA: low-rank projections, norms, rotation, cache write",
                    describe(node), "write the attention as DeepSeek does, with q_lora_rank and no factor in between")

@@ -21,7 +21,7 @@ from cannopy.fusion_rules.engine.pattern import Alt, Any, Literal, op
 from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
 from cannopy.fusion_rules.engine.torchair_ops import FUSED_INFER_ATTENTION
 from cannopy.fusion_rules.rewrite import mla_chain, positions
-from cannopy.fusion_rules.rewrite.mla_chain import ABSORBED, Chain, behind, refused, sizes, sparse
+from cannopy.fusion_rules.rewrite.mla_chain import ABSORBED, Chain, behind, chain_refusal, sizes, sparse
 from cannopy.fx_passes import rebind
 from cannopy.fx_passes.graph import aten, is_call, shape
 
@@ -57,7 +57,7 @@ def _found(match: Match) -> Found | Refusal:
     batch, _, queries, _ = sizes(match)
     latent, rope = (_written(match[name], batch * queries, queries) for name in ("latents", "ropes"))
     if latent is None or rope is None or latent.index is not rope.index:
-        return refused(match["latents"], "both caches are not written once, at the same places, for all tokens")
+        return chain_refusal(match["latents"], "both caches are not written once, at the same places, for all tokens")
     chain = mla_chain.chain(match, latent.value, rope.value)
     return chain if isinstance(chain, Refusal) else Found(chain, latent, rope)
 

@@ -123,11 +123,8 @@ def _layout(match: Match) -> Refusal | None:
     for what, part, dims in zip(("without position", "rotated"), _queries(match), (s["nope"], rope), strict=True):
         if shape(part) != (batch, heads, queries, dims):
             return wrong_shape(f"the part of the queries that is {what}", part, str([batch, heads, queries, dims]))
-    for name, size in wanted:
-        if shape(match[name]) != size:
-            return wrong_shape(name, match[name], str(list(size)))
     key = (batch, length, shape(match["index_query"])[-1])
-    return lightning_indexer.wrong_layout(match, batch, queries, length, key)
+    return lightning_indexer.wrong_layout(match, batch, queries, length, key, wanted)
 
 
 def check(match: Match, ctx: Context) -> Refusal | None:

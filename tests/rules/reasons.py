@@ -43,8 +43,10 @@ def places() -> tuple[Place, ...]:
     """Every place where a rule, or what rules share, makes a refusal."""
     files = sorted(f for folder in FOLDERS for f in (ROOT / "fusion_rules" / folder).glob("*.py"))
     trees = {file: list(ast.walk(ast.parse(file.read_text(encoding="utf-8")))) for file in files}
-    makers = {"Refusal"} | {node.name for nodes in trees.values() for node in nodes
-                            if isinstance(node, ast.FunctionDef) and ast.unparse(node.returns or node) == "Refusal"}
+    functions = [node for nodes in trees.values() for node in nodes if isinstance(node, ast.FunctionDef)]
+    makers = {"Refusal"} | {f.name for f in functions if ast.unparse(f.returns or f) == "Refusal"}
+    alike = makers & {f.name for f in functions if ast.unparse(f.returns or f) != "Refusal"}
+    assert not alike, f"{alike}: calls are told apart by name; rename what always makes a refusal or what does not"
     return tuple(
         Place(file.name, node.lineno, node.end_lineno or node.lineno, ast.unparse(node.args[0]),
               _literals(node.args[0]))

@@ -31,9 +31,9 @@ from cannopy.backend.cache.store import Found
 from cannopy.backend.emit import constant, emit
 from cannopy.backend.ge_graph import plan_check, provenance
 from cannopy.backend.options import BuildOptions
-from cannopy.backend.placing import nz_cast, on_meta, placed
 from cannopy.backend.runtime import CompiledModel, ExecutorFactory, GeneratedModule, MakeOutput, eager_executor
-from cannopy.backend.weights import WeightValueError
+from cannopy.backend.weights.binder import WeightValueError
+from cannopy.backend.weights.devices import nz_cast, on_meta, placed
 from cannopy.fx_passes.paths import compile_path
 from cannopy.fx_passes.program import Program
 from cannopy.stream_scheduler import emission

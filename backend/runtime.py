@@ -14,7 +14,7 @@ from cannopy.backend.artifact import Artifact
 from cannopy.backend.call_check import CallCheck, mode, mode_text
 from cannopy.backend.guards import CallBinder, ConstantGuard, GuardError, LeafGuard, apply_view, check_tensor, laid_out
 from cannopy.backend.memory import Separation, extent
-from cannopy.backend.weights import Change, FormatCast, WeightBinder, WeightMemory
+from cannopy.backend.weights.binder import Change, FormatCast, WeightBinder, WeightMemory
 from cannopy.fx_passes.paths import PathLookupError, compile_path
 from cannopy.fx_passes.program import OutputSpec
 

@@ -46,15 +46,16 @@ def watch() -> dict[str, float]:
     import torchair.inference._cache_compiler as stored
     import torchair.npu_fx_compiler as code
 
-    from cannopy.backend import build, torchair, weights
+    from cannopy.backend import build, torchair
     from cannopy.backend.cache import store
     from cannopy.backend.host.engine import session
+    from cannopy.backend.weights import binder
 
     parts: dict[str, float] = {}
     for owner, name, part in (
         (build, "fingerprint", "key"),
         (store, "find", "read"),
-        (weights.WeightBinder, "bind", "weights"),
+        (binder.WeightBinder, "bind", "weights"),
         (torchair.TorchairFactory, "__call__", "torchair"),
         (stored.CompiledModel, "load", "unpickle"),
         (code, "_compile_py_code", "code"),

@@ -13,13 +13,13 @@ import torch
 
 from cannopy import checkpoints, layouts, memory, pipeline, planning, prediction
 from cannopy.backend import build as backend
-from cannopy.backend import load
-from cannopy.backend.checkpoint import Checkpoint
 from cannopy.backend.guards import GuardError
-from cannopy.backend.loaded_weights import LoadReport
 from cannopy.backend.options import BuildOptions
 from cannopy.backend.runtime import CompiledModel
 from cannopy.backend.torchair import PlanLostError, have_npu
+from cannopy.backend.weights import from_checkpoint
+from cannopy.backend.weights.checkpoint import Checkpoint
+from cannopy.backend.weights.loaded import LoadReport
 from cannopy.frontend import outputs, regions, state
 from cannopy.fusion_rules.parallel import experts
 from cannopy.fx_passes import kernels
@@ -62,11 +62,12 @@ class Compiled:
         has no such tensor; by default the zoo and models of `transformers` find published names themselves.
 
         Raises:
-            cannopy.backend.checkpoint.CheckpointError: a tensor is missing, of another shape or not readable; names it
-                and its file. The compiled method is then as it was.
+            cannopy.backend.weights.checkpoint.CheckpointError: a tensor is missing, of another shape or not readable;
+                names it and its file. The compiled method is then as it was.
         """
         checkpoint = Checkpoint(folder)
-        self.model, weights = load.load(self.model, checkpoint, checkpoints.stored(self._eager, checkpoint, rename))
+        stored = checkpoints.stored(self._eager, checkpoint, rename)
+        self.model, weights = from_checkpoint.load(self.model, checkpoint, stored)
         self._device = weights.device
         self.report = dataclasses.replace(self.report, weights=dataclasses.asdict(weights.memory))
         return weights.report

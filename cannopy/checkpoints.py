@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from cannopy.backend.checkpoint import Checkpoint, CheckpointError, Stored
+from cannopy.backend.weights.checkpoint import Checkpoint, CheckpointError, Stored
 from cannopy.models import published
 from cannopy.models.serving import ServingModel
 

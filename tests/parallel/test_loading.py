@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 import cannopy
 from cannopy import checkpoints
 from cannopy.backend.artifact import Artifact, CallForm, Fingerprint
-from cannopy.backend.checkpoint import Checkpoint, CheckpointError, Stored
 from cannopy.backend.emit import emit
 from cannopy.backend.guards import GuardError
-from cannopy.backend.loading import Loading, Source, check_shapes
-from cannopy.backend.pieces import Box, Piece
+from cannopy.backend.weights.checkpoint import Checkpoint, CheckpointError, Stored
+from cannopy.backend.weights.filling import Loading, Source, check_shapes
+from cannopy.backend.weights.pieces import Box, Piece
 from cannopy.frontend.shells import hollow, shell
 from cannopy.fx_passes import weight_layout
 from cannopy.fx_passes.parallel import Parallel

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from cannopy.backend.guards import GuardError
-from cannopy.backend.loading import Loading
-from cannopy.backend.weights import Change, WeightMemory
+from cannopy.backend.weights.binder import Change, WeightMemory
+from cannopy.backend.weights.filling import Loading
 
 
 @dataclass(frozen=True)

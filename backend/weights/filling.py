@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from cannopy.backend.artifact import Artifact
-from cannopy.backend.checkpoint import Box, Checkpoint, CheckpointError, Stored
-from cannopy.backend.pieces import Fetch, Piece
+from cannopy.backend.weights.checkpoint import Box, Checkpoint, CheckpointError, Stored
+from cannopy.backend.weights.pieces import Fetch, Piece
 from cannopy.fx_passes.program import InputSpec, WeightEntry
 
 _LOADED: weakref.WeakValueDictionary[Any, torch.nn.Parameter] = weakref.WeakValueDictionary()

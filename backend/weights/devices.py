@@ -11,7 +11,7 @@ from cannopy.backend import torchair
 from cannopy.backend.artifact import Artifact
 from cannopy.backend.cache.text import DEVICE
 from cannopy.backend.runtime import GeneratedModule
-from cannopy.backend.weights import FormatCast
+from cannopy.backend.weights.binder import FormatCast
 from cannopy.fx_passes.paths import PathLookupError, compile_path
 
 _NZ = 29

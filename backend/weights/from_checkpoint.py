@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import torch
 
-from cannopy.backend.checkpoint import Checkpoint, CheckpointError, Stored
-from cannopy.backend.loaded_weights import LoadedWeights
-from cannopy.backend.loading import Loading, Source, check_shapes
-from cannopy.backend.placing import nz_cast
 from cannopy.backend.runtime import CompiledModel
 from cannopy.backend.torchair import have_npu
+from cannopy.backend.weights.checkpoint import Checkpoint, CheckpointError, Stored
+from cannopy.backend.weights.devices import nz_cast
+from cannopy.backend.weights.filling import Loading, Source, check_shapes
+from cannopy.backend.weights.loaded import LoadedWeights
 from cannopy.fx_passes.paths import parse_path
 from cannopy.fx_passes.program import InputSpec
 

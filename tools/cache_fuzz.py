@@ -29,6 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the rounds and print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=500, help="processes to kill before they have finished (500)")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="end after this time with fewer kills")
     parser.add_argument("--mode", choices=MODES, default="eager")
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
@@ -44,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     start = time.time()
     with tempfile.TemporaryDirectory(prefix="cache-fuzz-") as folder:
         fuzz = Fuzz(Path(folder), args.mode, args.seed, args.processes)
-        while fuzz.tally.killed < args.kills:
+        while fuzz.tally.killed < args.kills and time.time() - start < 60 * args.minutes:
             fuzz.round()
             if fuzz.tally.rounds % 50 == 0:
                 t = fuzz.tally

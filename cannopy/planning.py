@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +23,7 @@ from cannopy.stream_scheduler.hardware import load_hardware
 from cannopy.stream_scheduler.network.pricing import Pricing
 from cannopy.stream_scheduler.plan import Decision, Pins, Plan, PlanError, Switch, serial_plan, to_schedule
 from cannopy.stream_scheduler.scheduler import ScheduleOptions, schedule
-from cannopy.stream_scheduler.simulator import Machine, Schedule, simulate
+from cannopy.stream_scheduler.simulator import Machine, Schedule, ScheduleError, simulate
 from cannopy.stream_scheduler.timeline.details import details
 from cannopy.stream_scheduler.timeline.payload import payload
 from cannopy.stream_scheduler.timeline.run import Details, Run
@@ -36,6 +36,9 @@ STAGE = "schedule"
 
 PLANNED = "planned"
 """Key of `Program.facts`: the `Planned` that was written into the graph."""
+
+LESSER: tuple[Mapping[str, Switch], ...] = ({}, {"streams": "forbid"})
+"""What is forbidden in the scheduler's first plan and in the one that is tried where that one cannot be used."""
 
 SWITCHED = ("streams", "core_limits", "prefetch", "super_kernel")
 """Features that the stage's options switch by name; of ``streams`` a number is the budget."""
@@ -93,52 +96,91 @@ def run(program: Program, stage: Stage, target: str, plan_file: Path | None) -> 
 
     ``program.facts[PLANNED]`` has the `Planned` afterwards. Raises `PlanFileError` for the plan of a user.
     """
-    planned = make(program, stage, target, plan_file)
     before = Snapshot(program)
-    try:
-        added = emission.write(program, planned.plan)
-    except PlanError as error:
-        if plan_file is not None:
-            raise PlanFileError(f"{plan_file}: {_located(str(error), plan_file, planned.schedule)}") from None
-        logger.warning("the plan of the scheduler cannot be written and is not used: %s", error)
-        before.restore(program)
-        added = len(program.gm.graph.nodes)  # the nodes are others, as the verifier sees
-        plain = _serial(planned.schedule, planned.plan.target, f"it cannot be written: {error}")
-        planned = replace(planned, plan=_timed(plain, planned.schedule, planned.machine))
-    program.facts[PLANNED] = planned
-    return added
+    dropped: list[Decision] = []
+    while True:
+        planned = make(program, stage, target, plan_file, dropped)
+        try:
+            added = emission.write(program, planned.plan)
+        except PlanError as error:
+            if plan_file is not None:
+                raise PlanFileError(f"{plan_file}: {_located(str(error), plan_file, planned.schedule)}") from None
+            before.restore(program)
+            dropped.append(_dropped(f"it cannot be written: {error}"))
+            continue
+        program.facts[PLANNED] = planned
+        return len(program.gm.graph.nodes) if dropped else added  # a restored graph has other nodes
 
 
-def make(program: Program, stage: Stage, target: str, plan_file: Path | None = None) -> Planned:
+def make(program: Program, stage: Stage, target: str, plan_file: Path | None = None,
+         dropped: list[Decision] | None = None) -> Planned:
     """The plan of ``program`` on ``target``; the graph is not changed.
 
     A plan file that says where every kernel runs is taken as it is; one with pins only is completed. What the verifier
-    rejects is an error when a file asked for it. A plan of the scheduler's own that is rejected is dropped: the graph
-    then runs on one stream, and the reason is among the decisions.
+    rejects is an error when a file asked for it. A plan of the scheduler's own that is rejected is dropped for a lesser
+    one: one stream with prefetches and SuperKernel regions, then one stream alone. The reason is among the decisions.
+    ``dropped``: the decisions against plans of the scheduler so far, of which each stands for one; gets more.
     """
     hardware = load_hardware(target)
     found = schedule_of(program, pricing := Pricing(hardware, load_constants()))
     facts = verifier.facts_of(program)
     machine = Machine.of(hardware, pricing.constants)
     plan = _read(plan_file, found.schedule, target) if plan_file else None
+
+    def rejected(plan: Plan) -> list[str]:
+        return [str(v) for v in verifier.verify_plan(plan, found.schedule, hardware, facts, _eligible)]
+
     if plan is None or not plan.complete:
         options = options_of(stage, target, plan.pins if plan else None, facts.groups)
         options = replace(options, sizes=facts.sizes, cannot_wait=emission.cannot_wait(program))
-        try:
-            plan = schedule(found.schedule, machine, options, SuperKernels(hardware.family))
-        except PlanError as error:
-            text = _located(str(error), plan_file, found.schedule) if plan_file else str(error)
-            raise PlanFileError(f"{plan_file or 'pipeline, stage schedule'}: {text}") from None
-    wrong = verifier.verify_plan(plan, found.schedule, hardware, facts, _eligible)
-    if wrong and plan_file:
-        reasons = "\n".join(f"  {_located(str(violation), plan_file, found.schedule)}" for violation in wrong[:10])
+        fuser = SuperKernels(hardware.family)
+        if plan_file:
+            plan = _asked_for(found.schedule, machine, options, fuser, plan_file)
+        else:
+            plan = _automatic(found.schedule, machine, options, fuser, rejected, [] if dropped is None else dropped)
+    if plan_file and (wrong := rejected(plan)):
+        reasons = "\n".join(f"  {_located(text, plan_file, found.schedule)}" for text in wrong[:10])
         raise PlanFileError(f"{plan_file} is rejected:\n{reasons}", "correct the plan, or leave --plan out")
-    if wrong:
-        logger.warning("the plan of the scheduler is rejected and not used: %s", "; ".join(map(str, wrong[:3])))
-        plan = _serial(found.schedule, target, f"rejected by the schedule verifier: {wrong[0]}")
     plan = _timed(plan, found.schedule, machine)
     return Planned(plan, found.schedule, machine, found.unmapped, details(program.gm.graph),
                    plan_file.name if plan_file else "automatic")
+
+
+def _asked_for(graph: Schedule, machine: Machine, options: ScheduleOptions, fuser: SuperKernels,
+               plan_file: Path | None) -> Plan:
+    """The scheduler's plan; what it cannot do is an error, in the lines of ``plan_file``."""
+    try:
+        return schedule(graph, machine, options, fuser)
+    except (PlanError, ScheduleError) as error:
+        text = _located(str(error), plan_file, graph) if plan_file else str(error)
+        raise PlanFileError(f"{plan_file or 'pipeline, stage schedule'}: {text}") from None
+
+
+def _automatic(graph: Schedule, machine: Machine, options: ScheduleOptions, fuser: SuperKernels,
+               rejected: Callable[[Plan], list[str]], dropped: list[Decision]) -> Plan:
+    """The first of the scheduler's plans, each less than the one before, that can be made and is not ``rejected``; as
+    many as were ``dropped`` are left out. What is forced by name and possible nowhere is an error."""
+    for less in LESSER[len(dropped):]:
+        features = {**options.pins.features, **less}
+        asked = replace(options, pins=replace(options.pins, features=features))
+        try:
+            if not less and "force" in features.values():
+                plan = _asked_for(graph, machine, asked, fuser, None)
+            else:
+                plan = schedule(graph, machine, asked, fuser)
+        except (PlanError, ScheduleError) as error:
+            dropped.append(_dropped(f"it cannot be made: {error}"))
+            continue
+        wrong = rejected(plan)
+        if not wrong:
+            return replace(plan, decisions=(*dropped, *plan.decisions))
+        dropped.append(_dropped(f"rejected by the schedule verifier: {wrong[0]}"))
+    return replace(serial_plan(graph, options.target), decisions=tuple(dropped))
+
+
+def _dropped(why: str) -> Decision:
+    logger.warning("a plan of the scheduler is not used: %s", why)
+    return Decision("streams", "the whole graph", False, f"the plan is not used, a lesser one is: {why}")
 
 
 def without(options: Options) -> Options:
@@ -191,10 +233,6 @@ def _located(text: str, file: Path, graph: Schedule) -> str:
     found = places(file.read_text(encoding="utf-8"), graph)
     named = dict.fromkeys(word for word in re.findall(r"\w+(?:\.\w+)*", text) if word in found)
     return f"{text}\n    " + "\n    ".join(f"{n}: {found[n]}" for n in named) if named else text
-
-
-def _serial(graph: Schedule, target: str, reason: str) -> Plan:
-    return replace(serial_plan(graph, target), decisions=(Decision("streams", "the whole graph", False, reason),))
 
 
 def _timed(plan: Plan, graph: Schedule, machine: Machine) -> Plan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 from cannopy.stream_scheduler.bounds import bounds
@@ -23,7 +23,7 @@ from cannopy.stream_scheduler.plan import (
 )
 from cannopy.stream_scheduler.plan.apply import known
 from cannopy.stream_scheduler.plan.segments import Segment, segments
-from cannopy.stream_scheduler.scheduler import assemble, layer
+from cannopy.stream_scheduler.scheduler import assemble, homes, layer
 from cannopy.stream_scheduler.scheduler.fusing import Fuser
 from cannopy.stream_scheduler.scheduler.options import ScheduleOptions
 from cannopy.stream_scheduler.scheduler.problem import Problem, Solution
@@ -87,20 +87,26 @@ class _Work:
             warm = self._warm(self.extras[key], len(part.tasks))
 
     def _solve_kinds(self) -> None:
-        """Streams and limits of each kind of layer, those with the most time in the graph first. A group of collectives
-        stays on the stream that it was given first: main, where any of its kernels ends a layer."""
+        """Streams and limits of each kind of layer, those with the most time in the graph first."""
         kinds: dict[Hashable, list[Segment]] = {}
         for part in self.parts:
             kinds.setdefault(part.kind, []).append(part)
         first = {kind: Problem(parts[0].tasks, self.machine, self.options) for kind, parts in kinds.items()}
-        homes = {group: 0 for problem in first.values()
-                 for group, readers in zip(problem.groups, problem.succs, strict=True) if group and not readers}
-        solved: dict[Hashable, layer.Streams] = {}
-        for kind in sorted(kinds, key=lambda kind: -len(kinds[kind]) * sum(first[kind].us)):
-            problem = Problem(kinds[kind][0].tasks, self.machine, self.options, dict(homes))
-            self.problems[kind], solved[kind] = problem, self._with_prefetches(problem, kinds[kind])
-            homes = {**problem.found_homes(solved[kind].solution), **homes}
-        self.streams = {kind: solved[kind] for kind in kinds}
+        done: dict[Hashable, tuple[Problem, layer.Streams]] = {}
+
+        def solver(kind: Hashable, given: Mapping[str, int]) -> tuple[Problem, layer.Streams]:
+            here = {group: given[group] for group in first[kind].groups if group is not None and group in given}
+            key = (kind, *sorted(here.items()))
+            if key not in done:
+                problem = Problem(first[kind].tasks, self.machine, self.options, here)
+                done[key] = problem, self._with_prefetches(problem, kinds[kind])
+            return done[key]
+
+        order = sorted(kinds, key=lambda kind: -len(kinds[kind]) * sum(first[kind].us))
+        solved = homes.solve([(kind, len(kinds[kind])) for kind in order], homes.fixed(list(first.values())), solver,
+                             self.options.threshold)
+        self.problems = dict(solved.problems)
+        self.streams = {kind: solved.streams[kind] for kind in kinds}
 
     def _with_prefetches(self, problem: Problem, there: list[Segment]) -> layer.Streams:
         """What `layer.streams` finds; for layers that follow their like, also its solution in graph order, which can

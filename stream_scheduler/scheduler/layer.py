@@ -14,7 +14,7 @@ from cannopy.stream_scheduler.scheduler.prefetch import prefetches
 from cannopy.stream_scheduler.scheduler.problem import Problem, Solution
 from cannopy.stream_scheduler.scheduler.search import Found
 from cannopy.stream_scheduler.scheduler.stretch import Fetch, Stretch
-from cannopy.stream_scheduler.scheduler.windows import legal
+from cannopy.stream_scheduler.scheduler.windows import legal, serial
 
 FORBIDDEN = Verdict(False, 0.0, 0.0, "forbidden")
 
@@ -42,25 +42,26 @@ class Extras:
 def streams(problem: Problem) -> Streams:
     """Decide streams, then core limits on top of what was decided."""
     options = problem.options
-    serial = problem.serial()
-    if not legal(problem, serial):
-        raise PlanError(f"the pins of {problem.tasks[0].name} and the kernels behind it put collectives into two "
-                        "streams without core limits that fit the chip; pin limits too, or one stream")
-    current = Found(serial, problem.time(serial))
+    plain = serial(problem)
+    if not legal(problem, plain):
+        raise PlanError(f"the pins of {problem.tasks[0].name} and the kernels behind it put kernels that need all "
+                        "their cores at once into two streams, and no wait can be put on one of them; pin core limits "
+                        "that fit the chip, or one stream")
+    current = Found(plain, problem.time(plain))
     switch = options.pins.switch("streams")
     if switch == "forbid" or options.streams == 1:
         reason = "forbidden" if switch == "forbid" else "one stream allowed"
-        return Streams(serial, Verdict(False, 0.0, 0.0, reason), Verdict(False, 0.0, 0.0, "one stream"))
+        return Streams(plain, Verdict(False, 0.0, 0.0, reason), Verdict(False, 0.0, 0.0, "one stream"))
     if not problem.has_branches:
         nothing = Verdict(False, 0.0, 0.0, "no two kernels are independent of each other")
-        return Streams(serial, nothing, nothing)
-    plain = search.unlimited(problem, options.streams)
-    first = _judged(problem, current, plain, switch, "no order of the kernels on more streams is faster")
-    current = plain if first.applied else current
+        return Streams(plain, nothing, nothing)
+    free = search.unlimited(problem, options.streams)
+    first = _judged(problem, current, free, switch, "no order of the kernels on more streams is faster")
+    current = free if first.applied else current
     limits = options.pins.switch("core_limits")
     if limits == "forbid":
         return Streams(current.solution, first, FORBIDDEN)
-    best = search.with_limits(problem, options.streams, plain, forced=limits == "force")
+    best = search.with_limits(problem, options.streams, free, forced=limits == "force")
     second = _judged(problem, current, best, limits, "no split of the cores is faster")
     if second.applied and not first.applied and best.solution.stream_count > 1:
         first = Verdict(True, second.gain_us, second.worst_gain_us, "with core limits: " + second.reason)
@@ -70,7 +71,7 @@ def streams(problem: Problem) -> Streams:
 def _judged(problem: Problem, before: Found, after: Found, switch: Switch, nothing: str) -> Verdict:
     if after.solution == before.solution:
         return Verdict(False, 0.0, 0.0, f"no gain: {nothing}")
-    least = _least(problem, problem.serial())
+    least = _least(problem, serial(problem))
     return judge(_timer(problem, before.solution), _timer(problem, after.solution), least, switch)
 
 

@@ -14,7 +14,7 @@ from cannopy.stream_scheduler.plan import Cores
 from cannopy.stream_scheduler.scheduler.listing import Layout, Lister
 from cannopy.stream_scheduler.scheduler.problem import Problem, Solution
 from cannopy.stream_scheduler.scheduler.splits import limits, splits
-from cannopy.stream_scheduler.scheduler.windows import apart, beside
+from cannopy.stream_scheduler.scheduler.windows import kept_apart
 
 PASSES = 3
 MOST_MOVES = 400
@@ -98,16 +98,7 @@ class _Search:
 def ordered(problem: Problem, layout: Layout, limit: Sequence[Cores | None]) -> Solution:
     """``layout`` with waits between kernels of two streams that it keeps apart and that do not fit together."""
     order = tuple(sorted(range(problem.size), key=lambda i: (layout.start[i], i)))
-    solution = problem.pinned(Solution(order, tuple(layout.streams), tuple(limit)))
-    place = {i: n for n, i in enumerate(order)}
-    for i in order:
-        while True:
-            masks = beside(problem, solution)
-            clashes = [j for j in order[: place[i]] if masks[i] >> j & 1 and apart(problem, solution, i, j)]
-            if not clashes:
-                break
-            solution = dataclasses.replace(solution, waits=(*solution.waits, (i, clashes[-1])))
-    return solution
+    return kept_apart(problem, problem.pinned(Solution(order, tuple(layout.streams), tuple(limit))))
 
 
 def _choices(problem: Problem, i: int) -> list[Cores | None]:

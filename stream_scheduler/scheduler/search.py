@@ -10,7 +10,8 @@ from cannopy.stream_scheduler.scheduler.branches import assigned, branches
 from cannopy.stream_scheduler.scheduler.listing import Lister, solution_of
 from cannopy.stream_scheduler.scheduler.problem import Problem, Solution
 from cannopy.stream_scheduler.scheduler.refine import narrow, refined
-from cannopy.stream_scheduler.scheduler.windows import legal, limited
+from cannopy.stream_scheduler.scheduler.windows import kept_apart, legal, limited
+from cannopy.stream_scheduler.scheduler.windows import serial as serial_of
 
 MOST_BRANCHES = 6
 """Branches that are tried as a whole on a side stream, the longest ones; set by us."""
@@ -31,14 +32,14 @@ class Found:
 def unlimited(problem: Problem, streams: int) -> Found:
     """The fastest of the lists on up to ``streams`` streams without core limits; one stream less where the last one
     wins no more than the threshold."""
-    serial = problem.serial()
+    serial = serial_of(problem)
     best = Found(serial, problem.time(serial))
     if not problem.has_branches:
         return best
     for count in range(2, streams + 1):
         if problem.options.order == "graph":
             streams_of = Lister(problem, count).place(range(problem.size)).streams
-            best = _better(problem, best, dataclasses.replace(serial, streams=tuple(streams_of)))
+            best = _better(problem, best, dataclasses.replace(problem.serial(), streams=tuple(streams_of)))
             continue
         layout = Lister(problem, count).best()
         for hold in (False, True):
@@ -55,7 +56,7 @@ def with_limits(problem: Problem, streams: int, start: Found, forced: bool = Fal
     if start.solution.stream_count > 1:
         best = _limited(problem, best, start.solution, forced)
     chosen: dict[int, int] = {}
-    serial, keep = problem.serial(), problem.options.order == "graph"
+    serial, keep = serial_of(problem), problem.options.order == "graph"
     here = Found(serial, math.inf if forced else problem.time(serial))
     for branch in branches(problem)[:MOST_BRANCHES]:
         tried = [({**chosen, **dict.fromkeys(branch.tasks, stream)}) for stream in range(1, streams)]
@@ -97,6 +98,7 @@ def _limited(problem: Problem, best: Found, solution: Solution, forced: bool) ->
 
 
 def _better(problem: Problem, best: Found, solution: Solution) -> Found:
+    solution = kept_apart(problem, solution)
     if not legal(problem, solution):
         return best
     return _chosen(problem, best, Found(solution, problem.time(solution)))

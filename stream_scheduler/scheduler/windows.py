@@ -94,6 +94,26 @@ def apart(problem: Problem, solution: Solution, i: int, j: int) -> bool:
     return not _fit(problem, [problem.used(i, cores[0]), problem.used(j, cores[1])])
 
 
+def kept_apart(problem: Problem, solution: Solution) -> Solution:
+    """``solution`` with a wait of the later kernel for the earlier one wherever two must not run at the same time and
+    nothing orders them."""
+    masks = beside(problem, solution)
+    for n, i in enumerate(solution.order):
+        while True:
+            clashes = [j for j in solution.order[:n] if masks[i] >> j & 1 and apart(problem, solution, i, j)]
+            if not clashes:
+                break
+            solution = dataclasses.replace(solution, waits=(*solution.waits, (i, clashes[-1])))
+            masks = beside(problem, solution)
+    return solution
+
+
+def serial(problem: Problem) -> Solution:
+    """Graph order on the main stream, except for what is pinned or has its home elsewhere: that waits where it has
+    to."""
+    return kept_apart(problem, problem.serial())
+
+
 def _crowded(problem: Problem, solution: Solution, i: int, mask: int) -> bool:
     """Whether ``i`` and what may run beside it are too many: each with it, or where limits are used the largest of
     every stream together."""

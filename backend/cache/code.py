@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from cannopy.backend.cache.text import code_text, constant_text, digest, module_name
+from cannopy.backend.cache.text import LOADING, code_text, constant_text, digest, module_name
 
 Describe = Callable[[Any], str]
 
@@ -31,6 +31,7 @@ _COLLECTIVES = frozenset({"_c10d_functional", "c10d", "c10d_functional", "_dtens
 """Namespaces of ``torch.ops``."""
 _OF_SHARDED_MODELS = ("transformers.distributed.", "transformers.loss.")
 """Names in these meet those of every stock model; inference of a model that is not sharded runs none of it."""
+_LOADERS = ("transformers.modeling_utils.", "transformers.generation.", "transformers.distributed.")
 _NOT_NOTED = frozenset({"__file__", "__cached__", "__path__", "__spec__", "__loader__", "__doc__", "__dict__"})
 """Globals of every module that say where it is, not what it does."""
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
@@ -151,6 +152,8 @@ class CodeWalk:
         self._seen: set[int] = set()
         self._queue: list[types.FunctionType] = []
         self._names_done: set[str] = set()
+        self.loading: set[str] = set()
+        """The names of `LOADING` that code uses which neither loads nor generates."""
         self.distributed = False
         """Whether code that was followed can reach torch.distributed: what it computes may then depend on the rank."""
         self.distributed_if_sharded = False
@@ -221,6 +224,8 @@ class CodeWalk:
     def _record(self, f: types.FunctionType) -> None:
         name = f"{module_name(f.__module__)}.{f.__qualname__}"
         self._found.setdefault(name, set()).add(function_text(f, self._describe))
+        if not f"{f.__module__}.".startswith(_LOADERS):
+            self.loading |= LOADING.intersection(_names(f.__code__))
 
     def _visit(self, f: types.FunctionType) -> None:
         self._record(f)

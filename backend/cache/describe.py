@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from cannopy.backend.cache.code import of_distributed, reference_text, top_package
-from cannopy.backend.cache.text import VOLATILE, constant_text, digest, module_name, place
+from cannopy.backend.cache.text import LOADING, VOLATILE, constant_text, digest, module_name, place
 
 _MODULE_PLUMBING = frozenset(
     k
@@ -44,10 +44,12 @@ class Describer:
     """Walks objects once each; `classes` collects the classes met, `functions` the functions held as values.
 
     ``tree`` are the modules of the model, which are described one by one and not again where they are referred to.
+    ``read`` are the names of `LOADING` that the code uses.
     """
 
-    def __init__(self, tree: Iterable[torch.nn.Module] = ()) -> None:
+    def __init__(self, tree: Iterable[torch.nn.Module] = (), read: Collection[str] = ()) -> None:
         self._tree = {id(m) for m in tree}
+        self._unread = _MODULE_PLUMBING | VOLATILE | (LOADING - frozenset(read))
         self.classes: dict[type, None] = {}
         self.functions: list[Any] = []
         self._met: dict[int, str] = {}
@@ -62,7 +64,7 @@ class Describer:
         self.classes.setdefault(type(module))
         yield f"{path} class", class_name(type(module))
         for name, value in sorted(vars(module).items()):
-            if name not in _MODULE_PLUMBING and name not in VOLATILE:
+            if name not in self._unread:
                 yield from self._walk(value, f"{path}.{name}", 1)
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             self.functions += hooks.values()

@@ -14,6 +14,7 @@ import importlib.util
 import itertools
 import os
 import platform
+import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +33,8 @@ from cannopy.fx_passes.parallel import Layout
 Items = Mapping[str, str]
 _FILES = "package files"
 """Names in details, not in fields: which file of this package changed. The digest in ``package`` is what counts."""
+_END = re.compile(r"[.\[=]")
+"""Where the name of an attribute ends in ``.plan['a'].b=1``."""
 _VARIABLES = ("ASCEND_CUSTOM_OPP_PATH", "AUTOFUSE_FLAGS", "BREAK_GRAPH_OP_LIST")
 _PACKAGES = ("frontend", "fx_passes", "fusion_rules", "stream_scheduler", "superkernel", "models", "backend")
 
@@ -45,10 +48,15 @@ def fingerprint(
 ) -> Fingerprint:
     """The identity of compiling ``model.method(*args, **kwargs)`` with `options`."""
     modules = dict(model.named_modules())
-    describer = Describer(modules.values())
-    attributes, config = _attributes(describer, modules)
-    inputs = dict(describer.items(list(args), "args")) | dict(describer.items(dict(kwargs), "kwargs"))
-    walk = _walk(model, method, describer)
+    read: set[str] = set()
+    while True:
+        describer = Describer(modules.values(), read)
+        attributes, config = _attributes(describer, modules)
+        inputs = dict(describer.items(list(args), "args")) | dict(describer.items(dict(kwargs), "kwargs"))
+        walk = _walk(model, method, describer)
+        if walk.loading <= read:
+            break
+        read |= walk.loading
     chip = _chip(options)
     own_rank = _own_rank(model, walk, describer)
     details: dict[str, Items] = {
@@ -87,7 +95,7 @@ def differences(old: Fingerprint, new: Fingerprint, limit: int = 3) -> list[str]
         items = [k for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)]
         if len(items) > 1:  # the other items say the same line by line
             items = [k for k in items if k != "text"]
-        shown = [f"{k}: {_short(a.get(k))} -> {_short(b.get(k))}" for k in items[:limit]]
+        shown = [_changed(k, a.get(k), b.get(k), limit) for k in items[:limit]]
         more = f" and {len(items) - limit} more" if len(items) > limit else ""
         lines.append(f"{name} ({'; '.join(shown)}{more})" if shown else name)
     return lines
@@ -126,6 +134,16 @@ def _environment() -> dict[str, str]:
     return {name: constant_text(os.environ[name]) or "" for name in _VARIABLES if os.environ.get(name)}
 
 
+def _changed(item: str, old: str | None, new: str | None, limit: int) -> str:
+    """``item: old -> new``; of the attributes of a module, those that differ."""
+    if old is not None and new is not None and "; " in old and "; " in new:
+        a, b = (dict(part.partition("=")[::2] for part in text.split("; ")) for text in (old, new))
+        names = [n for n in sorted(a.keys() | b.keys()) if a.get(n) != b.get(n)]
+        more = f" and {len(names) - limit} more of it" if len(names) > limit else ""
+        return "; ".join(f"{item}{n}: {_short(a.get(n))} -> {_short(b.get(n))}" for n in names[:limit]) + more
+    return f"{item}: {_short(old)} -> {_short(new)}"
+
+
 def _short(text: str | None) -> str:
     return "absent" if text is None else text if len(text) <= 60 else f"{text[:57]}…"
 
@@ -135,7 +153,7 @@ def _digest(items: Items) -> str:
 
 
 def _attributes(describer: Describer, modules: Mapping[str, torch.nn.Module]) -> tuple[dict[str, str], dict[str, str]]:
-    """Plain attributes, one digest per module, and the entries of configs (met once each) in full."""
+    """Plain attributes, one text per module, and the entries of configs (met once each) in full."""
     attributes: dict[str, str] = {}
     config: dict[str, str] = {}
     for name, module in modules.items():
@@ -147,8 +165,19 @@ def _attributes(describer: Describer, modules: Mapping[str, torch.nn.Module]) ->
             else:
                 lines.append(f"{item[len(path) :]}={text}")
         short = "; ".join(lines)
-        attributes[path] = short if len(short) <= 160 else digest(short)
+        attributes[path] = short if len(short) <= 160 else _by_name(lines)
     return attributes, config
+
+
+def _by_name(lines: Sequence[str]) -> str:
+    """``.scale=0.1; ._plan=1a2b3c4d5e6f7a8b; …``: attributes with more to them as digests."""
+    found: dict[str, list[str]] = {}
+    for line in lines:
+        found.setdefault(line[:1] + _END.split(line[1:], maxsplit=1)[0], []).append(line)
+    return "; ".join(
+        of[0] if len(of) == 1 and len(of[0]) <= 60 else f"{name}={digest(chr(10).join(of))}"
+        for name, of in found.items()
+    )
 
 
 def _weights(model: torch.nn.Module, read_grad: bool) -> dict[str, str]:

@@ -23,6 +23,9 @@ _CONSTANTS = b"".join(re.escape(bytes([op])) for op in dis.hasconst if op < 256)
 _WITH_CONSTANT = re.compile(b"%s*[%s]" % (_EXTENDED, _CONSTANTS), re.DOTALL)
 VOLATILE = frozenset({"_name_or_path", "name_or_path", "_commit_hash", "_original_object_hash", "_is_hf_initialized"})
 """Where a Hugging Face object came from, a hash that differs in every process, whether weights have been filled."""
+LOADING = frozenset({"_weight_conversions", "_use_kernels", "hf_device_map", "generation_config"})
+"""What `from_pretrained` leaves on a model and building it from a config does not: how files were read, defaults of
+``generate``. Counts only where code other than transformers' own loading and generation names it."""
 _HAS_DOCSTRING = 0x4000000
 """``inspect.CO_HAS_DOCSTRING``, which Python has from 3.13."""
 

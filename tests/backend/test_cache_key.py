@@ -220,3 +220,16 @@ def test_package_files_are_those_of_every_package() -> None:
     names = {name for name, _ in key._package_files()}
     assert {"cannopy.backend/cache/key.py", "cannopy.fx_passes/program.py", "cannopy/__init__.py"} <= names
     assert any(n.startswith("cannopy.frontend/") for n in names)
+
+
+def test_one_of_many_attributes_is_named() -> None:
+    def identity_with(**plan: int) -> Any:
+        model = tiny()
+        for i in range(20):
+            setattr(model, f"number_{i}", i * 1000003)
+        model.plan = {"layers": [list(range(20)), plan]}
+        return identity(model, example())
+
+    changed = key.differences(identity_with(a=1), identity_with(a=2))
+    assert len(changed) == 1
+    assert changed[0].startswith("attributes (self.plan: ")

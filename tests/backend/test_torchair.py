@@ -114,7 +114,6 @@ def test_a_second_process_loads_without_dynamo(tmp_path) -> None:
     assert cold["graphs"] == 1
     assert warm["graphs"] == 0
     assert cold["key"] == warm["key"]
-    assert warm["seconds"] < cold["seconds"] / 4
 
 
 def test_odd_paths(tmp_path, monkeypatch) -> None:

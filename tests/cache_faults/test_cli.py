@@ -73,7 +73,7 @@ def test_show_and_diff(run: Run, two: list[str]) -> None:
     assert "scale: buffer float32[8]" in text
     code, text = run("diff", *two)
     assert code == 1
-    assert "attributes (self:" in text
+    assert "attributes (self.factor: 2.0 -> 3.0)" in text
     assert "phase: absent -> decode" in text
     assert run("diff", two[0], two[0])[0] == 0
     items = json.loads(run("diff", *two, "--json")[1])["differences"]

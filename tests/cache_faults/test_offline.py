@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 
+from cannopy.backend.artifact import Fingerprint
 from cannopy.backend.build import build
 from cannopy.backend.cache import key, list_entries
 from cannopy.backend.options import BuildOptions
 from cannopy.backend.runtime import CompiledModel
-from tests.backend.programs import Cache, check_same_as_eager, eager, example, look, make_output, tiny, tiny_program
+from cannopy.frontend import sources
+from tests.backend.programs import (
+    Cache,
+    Tiny,
+    check_same_as_eager,
+    eager,
+    example,
+    look,
+    make_output,
+    tiny,
+    tiny_program,
+)
 
 
 def compiled_without_weights(cache: Path, engine: Literal["torchair", "eager"] = "torchair") -> CompiledModel:
@@ -98,3 +110,34 @@ def test_what_only_the_eager_engine_can_run_does_not_hit_without_its_device(tmp_
     found = look(tiny(), example(), eager(tmp_path))
     assert found.status == "miss"
     assert "target (weights: not there -> there)" in found.reason
+
+
+def test_a_checkpoint_has_the_key_of_its_config(tmp_path: Path) -> None:
+    """`from_pretrained` leaves more on a model than building it on the meta device does."""
+    sources.load("qwen3-moe").model.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6}')
+    for phase in ("decode", "prefill"):
+        found = []
+        for weights in (True, False):
+            loaded = sources.load(str(tmp_path), weights=weights)
+            args, kwargs = loaded.make_inputs(phase)
+            found.append(key.fingerprint(loaded.model, "forward", args, kwargs, BuildOptions()))
+        assert loaded.model.lm_head.weight.is_meta
+        assert key.differences(*found) == []
+        assert found[0].key == found[1].key
+
+
+def test_what_loading_leaves_counts_where_code_reads_it() -> None:
+    class Reads(Tiny):
+        def forward(self, x: torch.Tensor, cache: Cache, flag: bool = False, mask: Any = None) -> dict[str, Any]:
+            return super().forward(x * self.generation_config["scale"], cache)
+
+    def identity(kind: type[Tiny], scale: float) -> Fingerprint:
+        model = kind()
+        model.generation_config = {"scale": scale}
+        return key.fingerprint(model, "forward", example(), {}, eager())
+
+    assert identity(Tiny, 1.0).key == identity(Tiny, 2.0).key
+    changed = key.differences(identity(Reads, 1.0), identity(Reads, 2.0))
+    assert len(changed) == 1
+    assert changed[0].startswith("attributes (self.generation_config: ")

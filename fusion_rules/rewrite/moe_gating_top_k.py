@@ -22,7 +22,7 @@ from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Literal, Number
 from cannopy.fusion_rules.engine.rule import NEVER, Context, Refusal, Rule
 from cannopy.fusion_rules.engine.spellings import CAST, arguments
 from cannopy.fusion_rules.engine.stop import describe
-from cannopy.fx_passes.graph import aten, dtype, is_call, shape
+from cannopy.fx_passes.graph import aten, dtype, is_call, shape, where
 from cannopy.fx_passes.program import Program
 from cannopy.fx_passes.weight_plan import derived, least
 
@@ -113,9 +113,10 @@ def _scores_refusal(match: Match) -> Refusal | None:
     if len(shape(logits)) != 2:
         return Refusal(f"the logits must be [tokens, experts], found shape {list(shape(logits))}", logits, "shape",
                        "[tokens, experts]", str(list(shape(logits))), "reshape the logits to two dims first")
-    if dtype(logits) != torch.float32 or dtype(scores) != torch.float32:
-        return Refusal(f"experts are chosen by {dtype(scores)} scores, the op chooses by fp32 scores", scores, "dtype",
-                       "torch.float32", str(dtype(scores)), "compute logits and scores of the router in float32")
+    for name, node in (("scores", scores), ("logits", logits)):
+        if dtype(node) != torch.float32:
+            return Refusal(f"experts are chosen by {dtype(node)} {name}, the op chooses by fp32 {name}", node, "dtype",
+                           "torch.float32", str(dtype(node)), "compute logits and scores of the router in float32")
     if match["norm_type"] == SOFTMAX and not _last(logits, match["softmax_dim"]):
         return Refusal("the softmax is not over the experts", scores, "constant", "the last dim",
                        f"dim {match['softmax_dim']}", "take the softmax over the experts: softmax(-1)")
@@ -134,10 +135,10 @@ def _scores_refusal(match: Match) -> Refusal | None:
 
 def _choice_refusal(match: Match) -> Refusal | None:
     """The k largest of each row, weighted by the scores without bias."""
-    topk, given = match["topk"], arguments(match["topk"])
-    if not given["largest"] or not _last(topk.args[0], given["dim"]):
+    topk, flags = match["topk"], arguments(match["topk"])
+    if not flags["largest"] or not _last(topk.args[0], flags["dim"]):
         return Refusal("the top-k does not take the largest scores over the experts", topk, "constant",
-                       "largest=True over the last dim", f"largest={given['largest']} over dim {given['dim']}",
+                       "largest=True over the last dim", f"largest={flags['largest']} over dim {flags['dim']}",
                        "choose with torch.topk(scores, k, dim=-1)")
     picked = match.get("picked")
     if picked is None:
@@ -147,7 +148,9 @@ def _choice_refusal(match: Match) -> Refusal | None:
                            "gather the weights from the scores before the correction bias")
     elif match["gathered"] is not match["scores"]:
         biased = match["gathered"] in (match["choice"], match.get("masked"))
-        source = "biased scores" if biased and match["choice"] is not match["scores"] else "something else"
+        given = match["gathered"]
+        other = f"{describe(given)} ({where(given)})"
+        source = "biased scores" if biased and match["choice"] is not match["scores"] else other
         return Refusal(f"the weights are taken from {source}, the op takes them from the scores", picked, "operand",
                        "the scores without bias", source, "gather the weights from the scores before the bias")
     elif not _last(match["scores"], match["gather_dim"]):

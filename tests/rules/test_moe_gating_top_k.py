@@ -184,7 +184,7 @@ REFUSES: dict[str, tuple[Router, str]] = {
     "biased weights": (Router(weights_from="biased"), "the weights are taken from biased scores"),
     "masked weights": (Router(weights_from="masked"), "the weights are taken from biased scores"),
     "biased values": (Router(activation="softmax", weights_from="values", normed=False), "taken from biased scores"),
-    "logits as weights": (Router(weights_from="logits"), "the weights are taken from something else"),
+    "logits as weights": (Router(weights_from="logits"), "the weights are taken from an input or weight float32"),
     "not normed": (Router(normed=False), "the sigmoid scores are not divided by (their sum + eps)"),
     "summed over tokens": (Router(sum_dim=0), "not divided by the sum over the chosen experts"),
     "0.0 mask with bias": (Router(fill=0.0), "dropped experts get the score 0.0, not -inf"),
@@ -254,6 +254,13 @@ def test_refuses_scores_in_bf16() -> None:
     _, log = trace(router, logits, torch.zeros(16)).fused(RULES)
     assert log.hits == []
     assert any("chosen by torch.bfloat16 scores, the op chooses by fp32 scores" in m.reason for m in log.misses)
+
+
+def test_refuses_integer_logits() -> None:
+    logits = torch.randint(-3, 4, (9, 16), generator=torch.Generator().manual_seed(0))
+    _, log = trace(Router(bias="none"), logits, torch.zeros(16)).fused(RULES)
+    assert log.hits == []
+    assert any("chosen by torch.int64 logits, the op chooses by fp32 logits" in m.reason for m in log.misses)
 
 
 def test_refuses_logits_of_rank_three() -> None:

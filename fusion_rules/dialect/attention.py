@@ -8,14 +8,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SCHEMA = "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool is_causal, bool enable_gqa) -> Tensor"
+SCHEMA = (
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool is_causal, bool enable_gqa, "
+    "bool nan_unseen=False) -> Tensor"
+)
 
 _libraries: list[torch.library.Library] = []
 """Keeps the registration alive: torch drops an operator together with its Library object."""
 
 
 def reference(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, is_causal: bool, enable_gqa: bool
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, is_causal: bool, enable_gqa: bool,
+    nan_unseen: bool = False,
 ) -> Tensor:
     """Attention in plain ATen with scores, softmax and weighted sum in float32 (float64 for float64 inputs).
 
@@ -27,9 +31,11 @@ def reference(
         scale: factor of the scores.
         is_causal: query i sees keys 0…i, counted from the upper left corner, as in PyTorch.
         enable_gqa: each key head serves H/Hk consecutive query heads.
+        nan_unseen: a query all of whose scores are -inf gives NaN, as a softmax that is written out does.
 
     Returns:
-        ``[..., H, S, Dv]`` of q's dtype, contiguous. A query that sees no key gives zeros, as in PyTorch.
+        ``[..., H, S, Dv]`` of q's dtype, contiguous. Without ``nan_unseen`` a query all of whose scores are -inf gives
+        zeros, as PyTorch's attention does.
     """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     if enable_gqa and q.shape[-3] != k.shape[-3]:
@@ -41,13 +47,15 @@ def reference(
         scores = scores.masked_fill(~visible, float("-inf"))
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask.to(wide)
-    unseen = (scores == float("-inf")).all(dim=-1, keepdim=True)
-    weights = torch.softmax(scores, dim=-1).masked_fill(unseen, 0.0)
+    weights = torch.softmax(scores, dim=-1)
+    if not nan_unseen:
+        weights = weights.masked_fill((scores == float("-inf")).all(dim=-1, keepdim=True), 0.0)
     return torch.matmul(weights, v.to(wide)).to(q.dtype).contiguous()
 
 
 def _fake(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, is_causal: bool, enable_gqa: bool
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, is_causal: bool, enable_gqa: bool,
+    nan_unseen: bool = False,
 ) -> Tensor:
     lead = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     heads = q.shape[-3:-2] if enable_gqa else torch.broadcast_shapes(q.shape[-3:-2], k.shape[-3:-2])

@@ -139,13 +139,19 @@ class Log:
         refused: set[tuple[str, int | None, str, str]] = set()
         order = sorted(range(len(self.attempts)), key=lambda i: self.attempts[i].rank)
         kept: list[int] = []
+        told: list[Miss] = []
         for i in order:
             miss = self.attempts[i]
             anchor, reason = (miss.rule, miss.anchor), (miss.rule, miss.layer, miss.node, miss.reason)
             mine = {anchor, *((miss.rule, name) for name in miss.nodes)}
-            new = reason not in refused and anchor not in longer if miss.whole else mine.isdisjoint(taken)
+            if miss.whole:
+                inside = any(m.whole and m.rule == miss.rule and set(miss.nodes) < set(m.nodes) for m in told)
+                new = reason not in refused and anchor not in longer and not inside
+            else:
+                new = mine.isdisjoint(taken)
             if new and not _settled(miss, applied):
                 kept.append(i)
+                told.append(miss)
                 refused.add(reason)
                 taken |= mine
                 longer |= set() if miss.whole else mine

@@ -10,7 +10,7 @@ from torch import fx
 
 from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Alt, Any, Literal, Number, Through, op
-from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
+from cannopy.fusion_rules.engine.rule import NEVER, Context, Refusal, Rule
 from cannopy.fusion_rules.engine.spellings import CAST
 from cannopy.fusion_rules.engine.stop import describe
 from cannopy.fx_passes.graph import aten, dtype, shape
@@ -25,13 +25,8 @@ WEIGHTS = op(
     Literal(False),
 )
 
-def _flat(scores: object) -> str | None:
-    """What ``scores`` are instead of one row of keys per batch, head and query."""
-    return None if isinstance(scores, fx.Node) and len(shape(scores)) == 4 else describe(scores)
-
-
-SCORES = Any("scores", where=_flat, wants="scores [B, N, S, T]")
-SOFTMAX = op(aten._softmax.default, SCORES, Literal(-1), Literal(False))
+UNSEEN = {False: (), True: (True,)}
+"""``nan_unseen`` of the op, by whether there is a mask: a softmax over hidden keys only is NaN."""
 
 PATTERN = op(
     aten.matmul.default,
@@ -57,9 +52,11 @@ def check(match: Match, ctx: Context) -> Refusal | None:
                        "one dtype for q, k, v, the weights and the result", found,
                        "cast the softmax back to the dtype of q before the product with v")
     mask = match.get("mask")
+    if isinstance(mask, fx.Node) and not dtype(mask).is_floating_point:
+        return added_refusal(mask)
     if mask is not None and (not isinstance(mask, fx.Node) or len(shape(mask)) != 4):
-        return Refusal("what is added to the scores is not a mask over [B, N, S, T]", match["scaled"], "mask",
-                       f"a mask that broadcasts to {[*q[:3], k[2]]}", describe(mask),
+        return Refusal("what is added to the scores is not a mask over [B, N, S, T]",
+                       mask if isinstance(mask, fx.Node) else match["scaled"], "mask", f"a mask that broadcasts to {[*q[:3], k[2]]}", describe(mask),
                        "give the mask four dims, [B or 1, N or 1, S, T]")
     if mask is not None and any(m not in (1, s) for m, s in zip(shape(mask), (*q[:3], k[2]), strict=True)):
         return Refusal(f"mask {list(shape(mask))} does not broadcast to the scores", mask, "mask",
@@ -68,11 +65,19 @@ def check(match: Match, ctx: Context) -> Refusal | None:
     return None
 
 
+def added_refusal(mask: fx.Node) -> Refusal:
+    """The refusal of a ``mask`` that is added and of no floating-point dtype."""
+    return Refusal(f"a {describe(dtype(mask))} mask is added to the scores: True adds 1 and hides nothing", mask, "mask",
+                   "a floating-point mask that is added, or a bool one that fills", describe(mask),
+                   "hide keys with scores.masked_fill(hidden, float('-inf'))")
+
+
 def rewrite(match: Match, ctx: Context) -> None:
     """Replace the weighted sum by the dialect op."""
+    mask = match.get("mask")
     node = ctx.editor.call(
-        torch.ops.cannopy.attention.default, match["q"], match["k"], match["v"], match.get("mask"),
-        float(match["scale"]), False, False,
+        torch.ops.cannopy.attention.default, match["q"], match["k"], match["v"], mask, float(match["scale"]), False,
+        False, *UNSEEN[mask is not None],
     )
     ctx.editor.replace(match.anchor, node)
 
@@ -83,6 +88,6 @@ RULE = Rule(
     pattern=PATTERN,
     check=check,
     rewrite=rewrite,
-    near=3,
-    core=SOFTMAX,
+    near=NEVER,
 )
+"""What comes near is told by the rule for any spelling."""

@@ -18,7 +18,8 @@ from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Any, Literal, Op, Through, op
 from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
 from cannopy.fusion_rules.engine.spellings import CAST, RESHAPE
-from cannopy.fusion_rules.engine.stop import describe
+from cannopy.fusion_rules.engine.stop import describe, short
+from cannopy.fusion_rules.lift.attention import UNSEEN, added_refusal
 from cannopy.fusion_rules.lift.moves import MOVES, Moves, moves_of, narrowed
 from cannopy.fx_passes.affine import very_negative
 from cannopy.fx_passes.graph import aten, dtype, is_call, shape, truncates
@@ -26,6 +27,14 @@ from cannopy.fx_passes.normalise.constants import constant
 
 PRODUCT = (aten.matmul.default, aten.bmm.default)
 WEIGHTS = op(aten._softmax.default, Any("scores"), Literal(-1), Literal(False), name="softmax")
+
+
+def _flat(scores: object) -> str | None:
+    """What ``scores`` are instead of one row of keys per batch, head and query."""
+    return None if isinstance(scores, fx.Node) and len(shape(scores)) == 4 else describe(scores)
+
+
+SOFTMAX = op(aten._softmax.default, Any("scores", where=_flat, wants="scores [B, N, S, T]"), Literal(-1), Literal(False))
 PATTERN = Op(PRODUCT, (Through(WEIGHTS, over=(*CAST, *MOVES), name="weights"), Any("values")))
 
 
@@ -79,7 +88,9 @@ def _written(match: Match) -> Written | Refusal:
     softmax, anchor = match["softmax"], match.anchor
     size = shape(softmax)
     mask, scale, scores, product = _scores(match["scores"])
-    if not is_call(product, *PRODUCT) or len(size) not in (4, 5) or shape(scores) != size:
+    if not is_call(product, *PRODUCT):
+        return _no_product(product)
+    if len(size) not in (4, 5) or shape(scores) != size:
         return _refusal("the scores are not a product of queries and keys over [batch, heads, queries, keys]", softmax)
     if not all(_by_rows(p) for p in (product, anchor)):
         return _refusal("the first operand of a product has not the rows of its result", anchor)
@@ -125,16 +136,53 @@ def _refusal(reason: str, node: fx.Node) -> Refusal:
                    describe(node), "write the attention with F.scaled_dot_product_attention")
 
 
+def _no_product(node: fx.Node) -> Refusal:
+    """The refusal of ``node``, which stands where the product of queries and keys must."""
+    expected, remedy = "a product of queries and keys, times a number, and a mask on it", ""
+    what = f"found {describe(node)}"
+    fill = _fill(node)
+    if fill is not None and very_negative(fill):
+        what, remedy = "a second mask is put on them", "put the masks together before they are put on the scores"
+    elif fill is not None:
+        what, expected = f"hidden keys get the score {fill:g} and keep a weight", "-inf or the lowest number of a dtype"
+        remedy = "hide keys with scores.masked_fill(hidden, float('-inf'))"
+    elif is_call(node, aten.mul.Tensor, aten.div.Tensor):
+        what, expected = f"they are scaled by {describe(node.args[1])}", "a finite number as factor"
+        remedy = "scale the queries by it instead"
+    return Refusal(f"the scores are not a product of queries and keys: {what}", node, "operation", expected,
+                   describe(node), remedy or f"leave out {short(node.target)}: the fused attention has nothing like it")
+
+
+def _fill(node: fx.Node) -> float | None:
+    """The number that ``node`` puts in place of hidden scores."""
+    if is_call(node, aten.masked_fill.Scalar):
+        return float(cast(float, node.args[2]))
+    if not is_call(node, aten.where.self):
+        return None
+    return next((float(n) for a in node.args[1:] if (n := constant(a)) is not None), None)
+
+
 def _scores(node: fx.Node) -> tuple[Mask | None, float, fx.Node, fx.Node]:
     """(mask, factor, what the mask is put on, the innermost value) of what the softmax reads."""
+    kinds = []
     while is_call(node, *CAST) and not truncates(node):
+        kinds.append(dtype(node))
         node = cast(fx.Node, node.args[0])
     node, mask = _masked(node)
-    scores, scale = node, 1.0
+    if mask is not None and mask.fill is not None:
+        for kind in reversed(kinds):  # the lowest number of fp32 is -inf in bf16
+            mask = replace(mask, fill=torch.tensor(mask.fill, dtype=torch.float64).to(kind).item())
+    scale, product = _unscaled(node)
+    return mask, scale, node, product
+
+
+def _unscaled(node: fx.Node) -> tuple[float, fx.Node]:
+    """(factor, what is multiplied by it), behind casts and moves."""
+    scale = 1.0
     while (is_call(node, *CAST, *MOVES) and not truncates(node)) or _factor(node):
         scale *= _factor(node) or 1.0
         node = cast(fx.Node, node.args[0])
-    return mask, scale, scores, node
+    return scale, node
 
 
 def _factor(node: fx.Node) -> float | None:
@@ -160,7 +208,8 @@ def _masked(node: fx.Node) -> tuple[fx.Node, Mask | None]:
                 return scores, Mask(condition, float(value), hides)
         return node, None
     if is_call(node, aten.add.Tensor) and all(isinstance(a, fx.Node) for a in node.args) and not node.kwargs:
-        scores, mask = sorted(cast("list[fx.Node]", node.args), key=lambda n: -math.prod(shape(n)))
+        scores, mask = sorted(cast("list[fx.Node]", node.args), key=lambda n: (
+            -math.prod(shape(n)), not is_call(_unscaled(n)[1], *PRODUCT)))
         return scores, Mask(mask)
     return node, None
 
@@ -208,10 +257,11 @@ def check(match: Match, ctx: Context) -> Refusal | None:
     if found.mask is None:
         return None
     size, mask = shape(match["softmax"]), found.mask
+    if mask.fill is None and not dtype(mask.node).is_floating_point:
+        return added_refusal(mask.node)
     wide = (1,) * (len(size) - len(shape(mask.node))) + shape(mask.node)
-    kind = dtype(mask.node)
     if wide[0] not in (1, size[0]) or any(n != 1 for n in wide[1:-2]) or wide[-2] not in (1, size[-2]) or (
-            wide[-1] != size[-1]) or not (kind.is_floating_point if mask.fill is None else kind == torch.bool):
+            wide[-1] != size[-1]):
         return Refusal("what is put on the scores is no mask for all heads", mask.node, "mask",
                        f"a mask that broadcasts to {[size[0], 1, *size[-2:]]}", describe(mask.node),
                        "give the mask one row of keys for each query, the same for all heads")
@@ -231,7 +281,8 @@ def rewrite(match: Match, ctx: Context) -> None:
     v = found.values.emit(ctx, v, [batch, found.kv_heads], False)
     mask = _emit_mask(ctx, found.mask, size) if found.mask is not None else None
     grouped = found.kv_heads != heads
-    out = call(torch.ops.cannopy.attention.default, q, k, v, mask, found.scale, False, grouped)
+    out = call(torch.ops.cannopy.attention.default, q, k, v, mask, found.scale, False, grouped,
+               *UNSEEN[mask is not None])
     out = reshape(out, [*size[:-1], shape(v)[-1]])
     out = reshape(found.after.emit(ctx, out, size), shape(anchor))
     if dtype(out) != dtype(anchor):
@@ -260,5 +311,6 @@ RULE = Rule(
     pattern=PATTERN,
     check=check,
     rewrite=rewrite,
-    near=3,
+    near=2,
+    core=SOFTMAX,
 )

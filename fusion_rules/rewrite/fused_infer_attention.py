@@ -31,7 +31,7 @@ from cannopy.fx_passes.packed import Packed
 from cannopy.fx_passes.strides import View, view
 
 PATTERN = op("cannopy::attention", Any("q"), Any("k"), Any("v"), Any("mask"), Number("scale"), Any("is_causal"),
-             Any("enable_gqa"))
+             Any("enable_gqa"), rest=True)
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,7 @@ PATTERN = op(
     Number("scale"),
     Literal(False),
     Literal(False),
+    rest=True,
 )
 
 

@@ -50,6 +50,7 @@ PATTERN = op(
     Number("scale"),
     Literal(False),
     Any("enable_gqa"),
+    rest=True,
 )
 
 

@@ -10,6 +10,7 @@ from tests.mutation import (
     indexer,
     mlps,
     norms,
+    numbers,
     residuals,
     rope,
     router,
@@ -20,6 +21,7 @@ from tests.mutation.operators import Operator
 
 MODULES = (
     norms, residuals, rope, router, router_weights, mlps, experts, attention, indexer, caches, weights, generic,
+    numbers,
 )
 OPERATORS: dict[str, Operator] = {
     o.name: o

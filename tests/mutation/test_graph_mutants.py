@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from cannopy.fusion_rules.engine.record import Miss
 from tests.mutation import oracle, trial
 from tests.mutation.cases import case
 from tests.mutation.operators import Edit, mutate
@@ -56,3 +57,18 @@ def test_the_oracle_sees_a_fusion_that_ignores_the_change(where: str, name: str)
     mutate(OPERATORS[name], edit, OPERATORS[name].sites(edit.program)[0])
     as_is, wide = oracle.plain(edit.program, edit.values), oracle.exact(edit.program, edit.values)
     assert oracle.wrong(oracle.Results(c.result.tensors), as_is, wide)
+
+
+@pytest.mark.parametrize(("reason", "named"), [
+    ("found mul(_, _) at model.py:12, read by add", True),
+    ("found mul(_, _) at model.py:12", True),
+    ("found mul(_, _) at model.py:120", False),
+    ("found mul(_, _) at model.py:1", False),
+    ("found mul(_, _) at other_model.py:12", False),
+    ("found mul(_, _) at None", False),
+])
+def test_a_reason_names_whole_lines(reason: str, named: bool) -> None:
+    c = case("moe_block")
+    edit = Edit(c.fresh(), random.Random(0), c.nodes, {})
+    edit.lines = {"model.py:12", "None"}
+    assert trial._points(Miss("swiglu", "mul", reason, "mul", "model.py:12"), edit) == named

@@ -46,6 +46,25 @@ def test_a_wrong_scale_is_wrong_by_any_number_of_runs(shared: bool, scale: float
     assert all(_judged(shared, seed, scale))
 
 
+@pytest.mark.parametrize("shape", [(64, 512), (2, 4, 64, 64)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_one_outlier_in_an_otherwise_perfect_tensor_is_wrong(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    exact = _normals(*shape, seed=4)
+    as_is = (exact * (1 + torch.finfo(dtype).eps / 4 * _normals(*shape, seed=5))).to(dtype)
+    ours = exact.to(dtype)
+    assert oracle.wrong(oracle.Results([ours]), oracle.Results([as_is]), oracle.Results([exact])) == []
+    ours.view(-1)[777] = 40.0
+    assert oracle.wrong(oracle.Results([ours]), oracle.Results([as_is]), oracle.Results([exact]))
+
+
+def test_one_element_of_another_kind_is_wrong() -> None:
+    exact = _normals(ROWS, WIDTH, seed=6)
+    for value in (float("inf"), float("nan"), 0.0):
+        ours = exact.bfloat16()
+        ours[1, 7] = value
+        assert oracle.wrong(oracle.Results([ours]), oracle.Results([exact.bfloat16()]), oracle.Results([exact]))
+
+
 def test_moved_values_are_one_rounding_off() -> None:
     value = _normals(1000, seed=3).bfloat16()
     moved = oracle.moved({"x": value, "ids": torch.arange(4)}, 0)

@@ -10,7 +10,9 @@ import torch
 from torch.nn import functional as F
 
 from cannopy.frontend.experts import capturable
+from cannopy.fusion_rules.parallel.mixtures import _is_share
 from cannopy.fusion_rules.rewrite import moe_experts, moe_experts_batched, moe_gating_top_k, swiglu
+from cannopy.fx_passes.graph import Editor
 from cannopy.models.lively import lively_
 from cannopy.models.longcat import LongcatConfig, ShortcutExperts
 from tests.rules.moe_support import Tensor, Traced, captured, error, tokens, trace
@@ -178,6 +180,42 @@ def test_a_share_of_other_weights_stays_as_it_is() -> None:
     after, log = before.fused(EVERY)
     assert log.counts()["moe_experts"] == 1
     assert error(after.run()[0], before.run()[0].double()) < 2.0**-7
+
+
+class Truncated(Block):
+    """The share of zero experts is cut to integers before it is added."""
+
+    def __call__(self, x: Tensor, logits: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        weights, ids = logits.softmax(-1).topk(K, dim=-1)
+        ids, weights, share = self.mask(ids, weights * 6.0, self.bound)
+        out, share = self.experts(x, ids, weights, w1, w2), (x * share).to(torch.int32)
+        return (out + share).to(x.dtype) if self.late else out.to(x.dtype) + share.to(x.dtype)
+
+
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("experts", [batched, grouped])
+def test_a_share_cut_to_integers_is_not_what_zero_experts_hand_on(experts: Callable[..., Tensor], late: bool) -> None:
+    before = traced(Truncated(experts=experts, late=late))
+    after, log = before.fused(EVERY)
+    assert log.counts().get("moe_experts", 0) == (0 if late else 1)
+    assert any("is not the share of zero experts" in m.reason for m in log.misses) == late
+    assert error(after.run()[0], before.run()[0].double()) < 2.0**-7
+
+
+@pytest.mark.parametrize(("kind", "share"), [(torch.float32, True), (torch.int32, False), (torch.bool, False)])
+def test_parallel_experts_know_the_share_by_its_value(kind: torch.dtype, share: bool) -> None:
+    """What the rule wrote, with one cast there and back behind it."""
+    program = traced(Block(late=False)).fused(EVERY)[0].program
+    (end,) = [n for n in program.gm.graph.nodes if "finalize_routing" in str(n.target)]
+    (init,) = [n for n in program.gm.graph.nodes if "init_routing" in str(n.target)]
+    scales = end.args[4]
+    whole = Editor(program.gm)
+    with whole.before(end):
+        cast = whole.call(torch.ops.aten._to_copy.default, end.args[1], dtype=kind)
+        back = whole.call(torch.ops.aten._to_copy.default, cast, dtype=torch.bfloat16)
+    given = (*init.args[:2], scales, E + ZERO, E)
+    assert _is_share(end.args[1], *given)
+    assert _is_share(back, *given) == share
 
 
 def test_fires_on_our_longcat() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -259,6 +260,20 @@ def _fill(value: float) -> Any:
     return apply
 
 
+def additive(p: Program) -> list[fx.Node]:
+    """where(shown, 0, a very negative number): masks that are added to scores."""
+    return [n for n in calls(p, aten.where.self) if len(shape(n)) >= 3 and is_call(n.args[2], aten.full.default)]
+
+
+def _hidden(value: float) -> Any:
+    """What hidden keys get, where the mask is one of numbers."""
+    def apply(e: Edit, n: fx.Node) -> None:
+        other: Any = n.args[2]
+        e.swap_input(n, other, e.before(n, aten.full.default, [], value, dtype=dtype(n)))
+
+    return apply
+
+
 MASK = ("mask",)
 OPERATORS = (
     Operator("attention_scale", ATTENTION, attentions, _scale, legal=True),
@@ -298,5 +313,8 @@ OPERATORS = (
     Operator("mask_fill_zero", ATTENTION, fills, _fill(0.0), words=("fill", "0.0", "inf")),
     Operator("mask_fill_small", ATTENTION, fills, _fill(-2.0), words=("fill", "-2.0", "inf")),
     Operator("mask_fill_fp16_lowest", ATTENTION, fills, _fill(-65504.0), words=("fill", "-65504", "inf"), same=True),
+    Operator("mask_of_numbers_infinite", ATTENTION, additive, _hidden(-math.inf), words=("fill", "inf"), same=True),
+    Operator("mask_of_numbers_zero", ATTENTION, additive, _hidden(0.0), words=("fill", "0.0", "mask")),
+    Operator("mask_of_numbers_small", ATTENTION, additive, _hidden(-3.0), words=("fill", "-3.0", "mask")),
     Operator("mask_fill_positive", ATTENTION, fills, _fill(3.0), words=("fill", "3.0", "inf")),
 )

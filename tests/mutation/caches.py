@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from cannopy.fx_passes.graph import aten, dtype, is_call, shape
 from cannopy.fx_passes.program import Program
-from tests.mutation.operators import ATTENTION, Edit, NotHereError, Operator, calls, user
+from tests.mutation.operators import ATTENTION, Edit, NotHereError, Operator, calls, retype, user
 
 
 @dataclass
@@ -157,6 +158,21 @@ def _caches_swapped(e: Edit, w: Write) -> None:
     raise NotHereError
 
 
+def _stored_as(kind: torch.dtype) -> Any:
+    """The cache holds another dtype: casts at the write and at each read."""
+    def apply(e: Edit, w: Write) -> None:
+        narrow = dtype(w.cache)
+        if narrow == kind:
+            raise NotHereError
+        readers = w.readers
+        retype(e, w.cache, kind)
+        e.swap_input(w.node, w.value, e.before(w.node, aten._to_copy.default, w.value, dtype=kind))
+        e.editor.refresh(w.node)
+        e.after(w.node, aten._to_copy.default, users=readers, dtype=narrow)
+
+    return apply
+
+
 def counters(p: Program) -> list[fx.Node]:
     """The write-backs of lengths."""
     return [n for n in calls(p, aten.copy_.default) if not n.args[0].meta["val"].is_floating_point()]  # type: ignore[union-attr]
@@ -205,6 +221,8 @@ OPERATORS = (
     Operator("cache_kept_differs", ATTENTION, writes, _kept_scaled, words=CACHE),
     Operator("cache_read_differs", ATTENTION, writes, _read_scaled, words=("mul", *CACHE)),
     Operator("cache_accumulates", ATTENTION, writes, _accumulated, words=("index_add", *CACHE)),
+    Operator("cache_stored_in_fp32", ATTENTION, writes, _stored_as(torch.float32), words=("dtype", *CACHE), same=True),
+    Operator("cache_stored_in_fp16", ATTENTION, writes, _stored_as(torch.float16), words=("dtype", *CACHE), same=True),
     Operator("caches_exchanged", ATTENTION, writes, _caches_swapped, words=CACHE),
     Operator("length_counts_too_far", (), counters, _counter_step),
     Operator("length_does_not_count", (), counters, _counter_kept),

@@ -286,27 +286,32 @@ def _fp32_rotation(e: Edit, r: Rope) -> None:
     e.after(r.out, aten._to_copy.default, dtype=narrow)
 
 
-def _partial(e: Edit, r: Rope) -> None:
-    """Only the first half of the rotated dims is rotated, by the first half of the angles; the rest passes through."""
-    if not r.half:
-        raise NotHereError
-    size, rank = shape(r.x)[-1], len(shape(r.x))
-    keep = size // 2
-    with e.editor.before(r.out):
-        def cut(node: fx.Node, start: int, end: int) -> fx.Node:
-            return e.mark(e.editor.call(aten.slice.Tensor, node, len(shape(node)) - 1, start, end, 1))
+def _partial(last: bool) -> Any:
+    """Only one half of the rotated dims is rotated, by the first half of the angles; the rest passes through."""
+    def apply(e: Edit, r: Rope) -> None:
+        if not r.half:
+            raise NotHereError
+        size, rank = shape(r.x)[-1], len(shape(r.x))
+        keep = size // 2
+        start = keep if last else 0
+        with e.editor.before(r.out):
+            def cut(node: fx.Node, start: int, end: int) -> fx.Node:
+                return e.mark(e.editor.call(aten.slice.Tensor, node, len(shape(node)) - 1, start, end, 1))
 
-        x, rest = cut(r.x, 0, keep), cut(r.x, keep, size)
-        tables = []
-        for table in (r.cos, r.sin):
-            quarter = cut(table, 0, keep // 2)
-            tables.append(e.mark(e.editor.call(aten.cat.default, [quarter, quarter], len(shape(table)) - 1)))
-        turned = e.editor.call(aten.cat.default, [e.editor.call(aten.neg.default, cut(x, keep // 2, keep)),
-                                                  cut(x, 0, keep // 2)], rank - 1)
-        rotated = e.editor.call(aten.add.Tensor, e.editor.call(aten.mul.Tensor, x, tables[0]),
-                                e.editor.call(aten.mul.Tensor, turned, tables[1]))
-        whole = e.mark(e.editor.call(aten.cat.default, [rotated, rest], rank - 1))
-    e.bypass(r.out, whole)
+            x, rest = cut(r.x, start, start + keep), cut(r.x, keep - start, size - start)
+            tables = []
+            for table in (r.cos, r.sin):
+                quarter = cut(table, 0, keep // 2)
+                tables.append(e.mark(e.editor.call(aten.cat.default, [quarter, quarter], len(shape(table)) - 1)))
+            turned = e.editor.call(aten.cat.default, [e.editor.call(aten.neg.default, cut(x, keep // 2, keep)),
+                                                      cut(x, 0, keep // 2)], rank - 1)
+            rotated = e.editor.call(aten.add.Tensor, e.editor.call(aten.mul.Tensor, x, tables[0]),
+                                    e.editor.call(aten.mul.Tensor, turned, tables[1]))
+            whole = [rest, rotated] if last else [rotated, rest]
+            joined = e.mark(e.editor.call(aten.cat.default, whole, rank - 1))
+        e.bypass(r.out, joined)
+
+    return apply
 
 
 def _as_pairs(e: Edit, r: Rope) -> None:
@@ -365,6 +370,7 @@ OPERATORS = (
     Operator("rope_without_sin", ROPE, ropes, _only_cos, words=("add",)),
     Operator("rope_input_scaled", ROPE, ropes, _input_scaled, words=("mul",)),
     Operator("rope_fp32", ROPE, ropes, _fp32_rotation, words=("dtype", "float32", "_to_copy"), same=True),
-    Operator("rope_partial", ROPE, ropes, _partial, words=("rotary", "layout", "slice", *TABLES)),
+    Operator("rope_partial_last", ROPE, ropes, _partial(True), words=("rotary", "layout", "slice", *TABLES)),
+    Operator("rope_partial", ROPE, ropes, _partial(False), words=("rotary", "layout", "slice", *TABLES)),
     Operator("rope_half_as_pairs", ROPE, ropes, _as_pairs, legal=True, same=True),
 )

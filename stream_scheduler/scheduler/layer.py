@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from cannopy.stream_scheduler.plan import PlanError, Switch
 from cannopy.stream_scheduler.scheduler import search
-from cannopy.stream_scheduler.scheduler.costs import Perturbation
 from cannopy.stream_scheduler.scheduler.fusing import Cut, Fuser, fuse
-from cannopy.stream_scheduler.scheduler.gates import Timer, Verdict, judge
+from cannopy.stream_scheduler.scheduler.gates import Verdict, judge
 from cannopy.stream_scheduler.scheduler.prefetch import prefetches
 from cannopy.stream_scheduler.scheduler.problem import Problem, Solution
 from cannopy.stream_scheduler.scheduler.search import Found
@@ -72,18 +71,8 @@ def _judged(problem: Problem, before: Found, after: Found, switch: Switch, nothi
     if after.solution == before.solution:
         return Verdict(False, 0.0, 0.0, f"no gain: {nothing}")
     least = _least(problem, serial(problem))
-    return judge(_timer(problem, before.solution), _timer(problem, after.solution), least, switch)
-
-
-def _timer(problem: Problem, solution: Solution) -> Timer:
-    loads = [task.load for task in problem.tasks]
-
-    def time(cost: Perturbation | None) -> float:
-        if cost is None:
-            return problem.time(solution)
-        return problem.time(solution, cost.loads(loads), cost.machine(problem.machine))
-
-    return time
+    return judge(lambda cost: problem.time(before.solution, cost), lambda cost: problem.time(after.solution, cost),
+                 least, switch)
 
 
 def extras(stretch: Stretch, fuser: Fuser | None, why_not: str) -> Extras:

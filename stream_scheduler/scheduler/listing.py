@@ -33,6 +33,10 @@ class Layout:
         return max(self.end)
 
 
+_Item = tuple[float, float, int, int, int]
+"""Start, end, cube cores, vector cores and stream of a task that is placed."""
+
+
 @dataclass
 class _Line:
     """What is placed so far: tasks by end, and what each takes."""
@@ -40,7 +44,7 @@ class _Line:
     pools: tuple[int, int]
     gap: float
     ends: list[float] = field(default_factory=list)
-    items: list[tuple[float, float, int, int, int]] = field(default_factory=list)
+    items: list[_Item] = field(default_factory=list)
 
     def add(self, start: float, end: float, cube: int, vector: int, stream: int) -> None:
         at = bisect.bisect_right(self.ends, end)
@@ -49,26 +53,30 @@ class _Line:
 
     def earliest(self, after: float, us: float, cube: int, vector: int, stream: int) -> float:
         """First time from ``after`` at which ``stream`` and the cores are free for ``us``."""
-        time = after
-        at = bisect.bisect_right(self.ends, time - self.gap + _TINY)
+        time, gap, cubes, vectors = after, self.gap, *self.pools
         while True:
-            clash = self._clash(at, time, time + us, cube, vector, stream)
-            if clash is None:
-                return time
-            time = max(clash, time + _TINY)
-            at = bisect.bisect_right(self.ends, time - self.gap + _TINY)
+            start, end = time + _TINY, time + us - _TINY
+            beside: list[_Item] = []
+            next_, used_cube, used_vector = None, cube, vector
+            for item in self.items[bisect.bisect_right(self.ends, time - gap + _TINY):]:
+                if item[4] == stream and item[0] - gap < end and item[1] + gap > start:
+                    next_ = item[1] + gap
+                    break
+                if item[0] < end and item[1] > start:
+                    beside.append(item)
+                    used_cube += item[2]
+                    used_vector += item[3]
+            if next_ is None:
+                if used_cube <= cubes and used_vector <= vectors:
+                    return time
+                next_ = self._crowded(beside, time, cube, vector)
+                if next_ is None:
+                    return time
+            time = max(next_, time + _TINY)
 
-    def _clash(self, at: int, start: float, end: float, cube: int, vector: int, stream: int) -> float | None:
-        """When to try next; None when nothing stands in the way from ``start`` to ``end``."""
-        beside = []
-        for item in self.items[at:]:
-            near = item[0] - self.gap < end - _TINY and item[1] + self.gap > start + _TINY
-            if near and item[4] == stream:
-                return item[1] + self.gap
-            if item[0] < end - _TINY and item[1] > start + _TINY:
-                beside.append(item)
-        if sum(b[2] for b in beside) + cube <= self.pools[0] and sum(b[3] for b in beside) + vector <= self.pools[1]:
-            return None
+    def _crowded(self, beside: list[_Item], start: float, cube: int, vector: int) -> float | None:
+        """When the first of ``beside`` ends that leaves too few cores at some moment from ``start`` on; None when they
+        suffice at every moment."""
         for moment in sorted({start, *(b[0] for b in beside if b[0] > start)}):
             there = [b for b in beside if b[0] <= moment + _TINY and b[1] > moment + _TINY]
             if (cube and sum(b[2] for b in there) + cube > self.pools[0]) or (
@@ -85,18 +93,23 @@ class Lister:
         self.us, self.cores = list(problem.us), list(problem.cores)
         self.allowed = [tuple(problem.streams_of(i, count, limited)) for i in range(problem.size)]
 
-    def place(self, ranks: Sequence[float], reverse: bool = False) -> Layout:
+    def place(self, ranks: Sequence[float], reverse: bool = False, most: float = math.inf) -> Layout:
         """Tasks in the order of ``ranks``, smallest first, as far as precedence allows. ``reverse``: of the mirrored
-        problem, in which everything runs backwards."""
+        problem, in which everything runs backwards. A layout that is sure to get longer than ``most`` is given up, and
+        its length is infinite."""
         p, machine = self.problem, self.problem.machine
         preds, succs = (p.succs, p.preds) if reverse else (p.preds, p.succs)
         line = _Line((machine.cube_cores, machine.vector_cores), machine.gap_us)
         layout = Layout([0.0] * p.size, [0.0] * p.size, [0] * p.size)
         missing = [len(before) for before in preds]
         ready = sorted((ranks[i], i) for i in range(p.size) if not missing[i])
+        limits = None if math.isinf(most) else self._latest(most)
         while ready:
             _, i = ready.pop(0)
             self._put(i, preds[i], line, layout)
+            if limits is not None and layout.end[i] > limits[i]:
+                layout.end[i] = math.inf
+                break
             for j in succs[i]:
                 missing[j] -= 1
                 if not missing[j]:
@@ -106,15 +119,15 @@ class Lister:
     def _put(self, i: int, before: Sequence[int], line: _Line, layout: Layout) -> None:
         """Place task ``i``: on the stream where it starts first, of equals that of the input that comes last."""
         machine, (cube, vector) = self.problem.machine, self.cores[i]
-        last = max(before, key=lambda j: layout.end[j], default=None)
-        home = layout.streams[last] if last is not None else 0
+        gap, event, us = machine.gap_us, machine.event_us, self.us[i]
+        inputs = [(layout.end[j], layout.streams[j]) for j in before]
+        home = max(inputs, key=lambda one: one[0])[1] if inputs else 0
         best = None
         for stream in self.allowed[i]:
-            ready = machine.gap_us
-            for j in before:
-                delay = 0.0 if layout.streams[j] == stream else machine.event_us
-                ready = max(ready, layout.end[j] + delay + machine.gap_us)
-            time = line.earliest(ready, self.us[i], cube, vector, stream)
+            ready = gap
+            for end, other in inputs:
+                ready = max(ready, end + gap if other == stream else end + event + gap)
+            time = line.earliest(ready, us, cube, vector, stream)
             key = (time, stream != home, stream)
             if best is None or key < best:
                 best = key
@@ -131,12 +144,12 @@ class Lister:
 
     def improved(self, rounds: int, most: float = math.inf) -> Layout:
         """The list by longest chains, justified up to ``rounds`` times unless it is longer than ``most``."""
-        found = self.place([-tail for tail in self._tails()])
+        found = self.place([-tail for tail in self._tails()], most=most)
         if found.us > most:
             return found
         for _ in range(rounds):
             right = self.place([-end for end in found.end], reverse=True)
-            left = self.place([-end for end in right.end])
+            left = self.place([-end for end in right.end], most=found.us)
             if left.us >= found.us - _TINY:
                 break
             found = left
@@ -145,6 +158,16 @@ class Lister:
     def best(self) -> Layout:
         """The shortest layout found."""
         return self._delayed(self.improved(4))
+
+    @property
+    def chain_us(self) -> float:
+        """Microseconds of the longest chain, which no layout is shorter than."""
+        return max(self._tails())
+
+    def _latest(self, most: float) -> list[float]:
+        """The latest end of each task for the chain behind it to end by ``most``."""
+        gap = self.problem.machine.gap_us
+        return [most - tail + us + gap + _TINY for tail, us in zip(self._tails(), self.us, strict=True)]
 
     def _tails(self) -> list[float]:
         p = self.problem
@@ -162,7 +185,7 @@ class Lister:
             for moment in later:
                 ranks = list(found.start)
                 ranks[i] = moment + _TINY
-                tried = self.place(ranks)
+                tried = self.place(ranks, most=found.us)
                 if tried.us < found.us - _TINY:
                     found = tried
         return found

@@ -11,8 +11,9 @@ from types import MappingProxyType
 from cannopy.stream_scheduler.plan import Cores, Pin, PlanError
 from cannopy.stream_scheduler.plan.apply import known
 from cannopy.stream_scheduler.scheduler.collectives import group_of, meets
+from cannopy.stream_scheduler.scheduler.costs import Perturbation
 from cannopy.stream_scheduler.scheduler.options import ScheduleOptions
-from cannopy.stream_scheduler.simulator import Load, Machine, Prefetch, Schedule, ScheduleError, Task, simulate
+from cannopy.stream_scheduler.simulator import Load, Machine, Prefetch, Schedule, ScheduleError, Task, duration
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Problem:
     def __init__(self, tasks: Sequence[Task], machine: Machine, options: ScheduleOptions,
                  homes: Mapping[str, int] = MappingProxyType({})) -> None:
         self.homes = homes
+        self._times: dict[tuple[Solution, Perturbation | None], float] = {}
         self.tasks, self.machine, self.options = tuple(tasks), machine, options
         self.size = len(self.tasks)
         index = {task.name: i for i, task in enumerate(self.tasks)}
@@ -162,12 +164,17 @@ class Problem:
                                task.layer))
         return Schedule(tuple(placed), tuple(prefetches), 0)
 
-    def time(self, solution: Solution, loads: Sequence[Load] | None = None, machine: Machine | None = None) -> float:
-        """Microseconds that it takes; infinite when it cannot run."""
-        try:
-            return simulate(self.schedule(solution, loads), machine or self.machine).us
-        except ScheduleError:
-            return math.inf
+    def time(self, solution: Solution, cost: Perturbation | None = None) -> float:
+        """Microseconds that it takes, at the costs as they are or at ``cost``; infinite when it cannot run."""
+        key = (solution, cost)
+        if key not in self._times:
+            loads = cost.loads([task.load for task in self.tasks]) if cost else None
+            machine = cost.machine(self.machine) if cost else self.machine
+            try:
+                self._times[key] = duration(self.schedule(solution, loads), machine)
+            except ScheduleError:
+                self._times[key] = math.inf
+        return self._times[key]
 
 
 def closure(preds: Sequence[Sequence[int]], order: Sequence[int]) -> list[int]:

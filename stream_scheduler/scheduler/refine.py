@@ -19,7 +19,7 @@ from cannopy.stream_scheduler.scheduler.windows import kept_apart
 PASSES = 3
 MOST_MOVES = 400
 """Changes that are tried for one layer."""
-HOPELESS = 1.02
+HOPELESS = 1.005
 """A list that much longer than the best one is not worth improving."""
 _TINY = 1e-6
 
@@ -68,20 +68,26 @@ class _Search:
             self.lister.set(i, self.limit[i])
         self.found = self.lister.improved(1)
         self.left = MOST_MOVES
+        self.tried = {tuple(self.limit)}
 
     def attempt(self, change: Mapping[int, Cores | None]) -> None:
         """Keep ``change`` {task: limit} if the layout gets shorter."""
         change = {i: cores if cores in self.choices[i] else self.choices[i][0] for i, cores in change.items()}
-        if not self.left or all(self.limit[i] == cores for i, cores in change.items()):
+        if not self.left:
             return
+        limit = list(self.limit)
+        for i, cores in change.items():
+            limit[i] = cores
+        if tuple(limit) in self.tried:
+            return
+        self.tried.add(tuple(limit))
         self.left -= 1
         for i, cores in change.items():
             self.lister.set(i, cores)
-        tried = self.lister.improved(1, HOPELESS * self.found.us)
-        if tried.us < self.found.us - _TINY:
-            self.found = tried
-            for i, cores in change.items():
-                self.limit[i] = cores
+        least = self.found.us - _TINY
+        tried = self.lister.improved(1, HOPELESS * self.found.us) if self.lister.chain_us < least else None
+        if tried is not None and tried.us < least:
+            self.found, self.limit = tried, limit
             return
         for i in change:
             self.lister.set(i, self.limit[i])

@@ -10,7 +10,17 @@ from functools import cached_property
 
 from cannopy.stream_scheduler.scheduler.costs import Perturbation, Resident
 from cannopy.stream_scheduler.scheduler.problem import Problem, Solution, closure
-from cannopy.stream_scheduler.simulator import Load, Machine, Prefetch, Schedule, ScheduleError, Task, Trace, simulate
+from cannopy.stream_scheduler.simulator import (
+    Load,
+    Machine,
+    Prefetch,
+    Schedule,
+    ScheduleError,
+    Task,
+    Trace,
+    duration,
+    simulate,
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +44,8 @@ class Stretch:
     warm: tuple[tuple[int, int], ...] = ()
     machine: Machine = field(kw_only=True)
     _times: dict[Hashable, float] = field(default_factory=dict, repr=False, compare=False, kw_only=True)
+    _loaded: dict[Perturbation | None, list[Task]] = field(default_factory=dict, repr=False, compare=False,
+                                                           kw_only=True)
 
     @cached_property
     def tasks(self) -> tuple[Task, ...]:
@@ -75,31 +87,37 @@ class Stretch:
             loads[i] = Resident(loads[i], float(amount))
         return tuple(loads)
 
-    def run(self, fetches: Sequence[Fetch] = (), fused: Sequence[int | None] = (),
-            cost: Perturbation | None = None) -> Trace | None:
-        """Simulate with these prefetches and SuperKernel regions of the first layer; None when it hangs."""
-        loads = cost.loads(self.loads) if cost else self.loads
-        machine = cost.machine(self.machine) if cost else self.machine
-        placed = []
-        for i in self.order:
-            region = fused[i] if i < len(fused) else None
-            name = None if region is None else str(region)
-            placed.append(dataclasses.replace(self.tasks[i], load=loads[i], super_kernel=name))
+    def run(self, fetches: Sequence[Fetch] = ()) -> Trace | None:
+        """Simulate with these prefetches; None when it hangs."""
+        try:
+            return simulate(self._schedule(fetches, (), None), self.machine)
+        except ScheduleError:
+            return None
+
+    def _schedule(self, fetches: Sequence[Fetch], fused: Sequence[int | None], cost: Perturbation | None) -> Schedule:
+        """With these prefetches, SuperKernel regions of the first layer, and costs."""
+        if cost not in self._loaded:
+            loads = cost.loads(self.loads) if cost else self.loads
+            self._loaded[cost] = [dataclasses.replace(self.tasks[i], load=loads[i]) for i in self.order]
+        placed = list(self._loaded[cost])
+        for n, i in enumerate(self.order):
+            if i < len(fused) and fused[i] is not None:
+                placed[n] = dataclasses.replace(placed[n], super_kernel=str(fused[i]))
         prefetches = tuple(
             Prefetch(self.tasks[f.target].weights[f.weight].name, float(f.bytes), self.tasks[f.after].name)
             for f in fetches)
-        try:
-            return simulate(Schedule(tuple(placed), prefetches, 0), machine)
-        except ScheduleError:
-            return None
+        return Schedule(tuple(placed), prefetches, 0)
 
     def time(self, fetches: Sequence[Fetch] = (), fused: Sequence[int | None] = (),
              cost: Perturbation | None = None) -> float:
         """Microseconds; infinite when it hangs."""
         key = (tuple(fetches), tuple(fused) if any(region is not None for region in fused) else (), cost)
         if key not in self._times:
-            trace = self.run(fetches, fused, cost)
-            self._times[key] = math.inf if trace is None else trace.us
+            try:
+                machine = cost.machine(self.machine) if cost else self.machine
+                self._times[key] = duration(self._schedule(fetches, fused, cost), machine)
+            except ScheduleError:
+                self._times[key] = math.inf
         return self._times[key]
 
 

@@ -1,6 +1,6 @@
 """Discrete-event simulator of scheduled graphs on one Ascend die."""
 
-from cannopy.stream_scheduler.simulator.engine import simulate
+from cannopy.stream_scheduler.simulator.engine import duration, simulate
 from cannopy.stream_scheduler.simulator.machine import Machine
 from cannopy.stream_scheduler.simulator.queues import ScheduleError
 from cannopy.stream_scheduler.simulator.schedule import Load, Prefetch, Profile, Schedule, Task, Weight
@@ -8,5 +8,5 @@ from cannopy.stream_scheduler.simulator.trace import Interval, PrefetchSpan, Spa
 
 __all__ = [
     "Interval", "Load", "Machine", "Prefetch", "PrefetchSpan", "Profile", "Schedule", "ScheduleError", "Span", "Task",
-    "Trace", "Weight", "simulate",
+    "Trace", "Weight", "duration", "simulate",
 ]

@@ -31,9 +31,15 @@ def simulate(schedule: Schedule, machine: Machine) -> Trace:
     return _Run(schedule, machine).run()
 
 
+def duration(schedule: Schedule, machine: Machine) -> float:
+    """``simulate(schedule, machine).us`` in less time: nothing of the trace is kept."""
+    return _Run(schedule, machine, traced=False).run().us
+
+
 @dataclass
 class _Running:
-    """A kernel under way: ``left`` of its ``us`` microseconds at full speed."""
+    """A kernel under way: ``left`` of its ``us`` microseconds at full speed; over when no more than ``over`` is left
+    or what the clock can tell apart."""
 
     profile: Profile
     us: float
@@ -42,6 +48,8 @@ class _Running:
     demand: float
     resident: float
     mark: float
+    reader: Reader
+    over: float
     speed: float = 1.0
 
 
@@ -56,8 +64,9 @@ class _Fetch:
 
 
 class _Run:
-    def __init__(self, schedule: Schedule, machine: Machine) -> None:
-        self.machine = machine
+    def __init__(self, schedule: Schedule, machine: Machine, traced: bool = True) -> None:
+        self.machine, self.traced = machine, traced
+        self.changed = True  # who reads HBM, since speeds were set
         self.queues: Queues = arrange(schedule, machine)
         self.open = list(self.queues.open)
         self.end: list[float] = [0.0] * len(self.queues.tasks)
@@ -72,7 +81,7 @@ class _Run:
             self.fetches.setdefault(prefetch.after, []).append(prefetch)
         self.l2 = L2(machine.l2_bytes)
         self.now = 0.0
-        self.done = 0
+        self.ended: set[int] = set()
         self.trace = Trace(host_us=schedule.graphs * machine.graph_us)
         self.used: dict[str, float] = {}
 
@@ -80,15 +89,19 @@ class _Run:
         for i, count in enumerate(self.open):
             if not count:
                 self._get_ready(i)
-        while self.done < len(self.open):
-            self._start_waiting()
-            self._set_speeds()
+        while len(self.ended) < len(self.open):
+            if self.waiting:
+                self._start_waiting()
+            if self.changed:
+                self._set_speeds()
             then = self._next_event()
             if then is None:
                 raise ScheduleError(self._hang())
             self._advance(then)
             self._finish()
         self.trace.us = max(self.end, default=0.0)
+        if not self.traced:
+            return self.trace
         self.trace.evicted_bytes = self.l2.evicted
         left = dict(self.used)
         for n, span in enumerate(self.trace.prefetches):
@@ -108,8 +121,9 @@ class _Run:
             delay = 0.0 if queues.tasks[j].stream == task.stream else machine.event_us
             start = max(start, self.end[j] + delay)
         gap = machine.gap_us + (machine.sync_us if self._inside(i) else 0.0)
-        self._note(i, in_stream, start, "event")
-        self._note(i, start, start + gap, "launch")
+        if self.traced:
+            self._note(i, in_stream, start, "event")
+            self._note(i, start, start + gap, "launch")
         heapq.heappush(self.ready, (start + gap, i))
 
     def _inside(self, i: int) -> bool:
@@ -125,15 +139,17 @@ class _Run:
         """Start every waiting task whose cores are free and that nobody before it wants."""
         blocked = [False, False]
         still = []
+        free = self.free
         for ready, i in self.waiting:
-            need = (0, 0) if self._inside(i) else self.queues.cores[i]
-            stop = any(need[p] and (blocked[p] or need[p] > self.free[p]) for p in (0, 1))
-            if stop:
-                blocked = [blocked[p] or bool(need[p]) for p in (0, 1)]
+            cube, vector = (0, 0) if self._inside(i) else self.queues.cores[i]
+            if (cube and (blocked[0] or cube > free[0])) or (vector and (blocked[1] or vector > free[1])):
+                blocked = [blocked[0] or bool(cube), blocked[1] or bool(vector)]
                 still.append((ready, i))
                 continue
-            self.free = [self.free[p] - need[p] for p in (0, 1)]
-            self._note(i, ready, self.now, "cores")
+            free[0] -= cube
+            free[1] -= vector
+            if self.traced:
+                self._note(i, ready, self.now, "cores")
             self._start(i)
         self.waiting = still
 
@@ -152,9 +168,16 @@ class _Run:
         if self._inside(i):
             us -= min(self.machine.saved_us, profile.part("launch") if profile.parts else us)
         us = max(us, _EPSILON)
-        self.running[i] = _Running(profile, us, us, self.now, profile.hbm_bytes / us, resident, self.now)
+        held = self.queues.cores[i]
+        load = profile.part("hbm")
+        reader = Reader(us, profile.hbm_bytes, min(profile.load_us, us), profile.hbm_bytes / load if load else 0.0,
+                        self.machine.core_hbm_rate * max(held[0], held[1] / 2, 1))
+        self.running[i] = _Running(profile, us, us, self.now, profile.hbm_bytes / us, resident, self.now, reader,
+                                   _EPSILON * max(us, 1.0))
+        self.changed = True
 
     def _set_speeds(self) -> None:
+        self.changed = False
         found = self._speeds()
         for (i, one), speed in zip(self.running.items(), found, strict=False):
             if abs(speed - one.speed) > _EPSILON:
@@ -167,13 +190,7 @@ class _Run:
         """Of the running tasks, then of the prefetch."""
         if len(self.running) + (self.fetch is not None) < 2:
             return [1.0] * 2
-        found = []
-        for i, one in self.running.items():
-            cores = max(self.queues.cores[i][0], self.queues.cores[i][1] / 2, 1)
-            load = one.profile.part("hbm")
-            peak = one.profile.hbm_bytes / load if load else 0.0
-            found.append(Reader(one.us, one.profile.hbm_bytes, min(one.profile.load_us, one.us), peak,
-                                self.machine.core_hbm_rate * cores))
+        found = [one.reader for one in self.running.values()]
         if self.fetch is not None:
             rate = self.machine.prefetch_rate
             found.append(Reader(1.0, rate, 1.0, rate, rate))
@@ -181,7 +198,7 @@ class _Run:
 
     def _segment(self, i: int, one: _Running) -> None:
         """Close the interval in which task ``i`` ran at one speed."""
-        if self.now > one.mark + _EPSILON:
+        if self.traced and self.now > one.mark + _EPSILON:
             task = self.queues.tasks[i]
             bound = "hbm" if one.speed < 1 - _EPSILON else one.profile.bound
             cube, vector = task.load.cores
@@ -223,7 +240,8 @@ class _Run:
 
         What is left may not be less than what the clock can tell apart, or time would stand still."""
         tick = math.ulp(self.now)
-        for i in [i for i, one in self.running.items() if one.left <= max(_EPSILON * max(one.us, 1.0), tick)]:
+        over = [i for i, one in self.running.items() if one.left <= one.over or one.left <= tick]
+        for i in over:
             self._end_task(i, self.running[i])
             del self.running[i]
         fetch = self.fetch
@@ -234,9 +252,14 @@ class _Run:
             span = PrefetchSpan(done.weight, fetch.start, self.now, done.bytes, 0.0, done.after)
             self.trace.prefetches.append(span)
             self.fetch = None
+            self.changed = True
         if self.fetch is None and self.fetch_queue:
             first = self.fetch_queue.pop(0)
             self.fetch = _Fetch(first, first.bytes, self.now)
+            self.changed = True
+        self.changed |= bool(over)
+        if not self.ready or self.ready[0][0] > self.now + _EPSILON:
+            return
         while self.ready and self.ready[0][0] <= self.now + _EPSILON:
             self.waiting.append(heapq.heappop(self.ready))
         self.waiting.sort()
@@ -245,14 +268,15 @@ class _Run:
         queues, task = self.queues, self.queues.tasks[i]
         self._segment(i, one)
         self.end[i] = self.now
-        self.done += 1
         first = queues.region[i]
         if first is None or queues.last[i]:
             held = queues.cores[i if first is None else first]
             self.free = [self.free[p] + held[p] for p in (0, 1)]
-        self.trace.spans[task.name] = Span(
-            task, one.start, self.now, one.profile.bound, one.us, one.profile.hbm_bytes, one.resident
-        )
+        self.ended.add(i)
+        if self.traced:
+            self.trace.spans[task.name] = Span(
+                task, one.start, self.now, one.profile.bound, one.us, one.profile.hbm_bytes, one.resident
+            )
         self.fetch_queue += self.fetches.get(task.name, ())
         for j in queues.after[i]:
             self.open[j] -= 1
@@ -260,7 +284,7 @@ class _Run:
                 self._get_ready(j)
 
     def _hang(self) -> str:
-        names = [task.name for task in self.queues.tasks if task.name not in self.trace.spans]
+        names = [task.name for i, task in enumerate(self.queues.tasks) if i not in self.ended]
         waiting = [self.queues.tasks[i].name for _, i in self.waiting]
         if waiting:
             return (f"the schedule hangs: {', '.join(waiting[:3])} cannot get cores that are held by a SuperKernel "

@@ -36,8 +36,7 @@ _SETTINGS: dict[str, Any] = {
     "automatic_dynamic_shapes": False,
     "specialize_int": True,
     "specialize_float": True,
-    "capture_scalar_outputs": False,
-    "capture_dynamic_output_shape_ops": False,
+    **compat.whole_graph_settings(),
     "install_free_tensors": False,
     "replay_side_effects": True,
     "side_effect_replay_policy": "info",
@@ -178,14 +177,14 @@ def trace(method: types.MethodType, args: tuple[Any, ...], kwargs: Mapping[str, 
     scope = dict(function.__globals__)
     backend = _Backend()
     with (
-        _quiet_tracing(), compat.inputs_only(), compat.traceable_experts(),
+        _quiet_tracing(), compat.inputs_only(), compat.traceable_experts(), compat.recorded_mutations(),
         compile_context(CompileContext(compat.TRACED)), get_metrics_context(),
     ):
         frame = compat.compile_frame(function, scope, dict(values), backend)
     if backend.gm is None or backend.context is None:
         return None
     effects = [e for e in backend.effects if e.owner != _keyword_dict(function) or e.attributes]
-    graph = compat.graph_name(backend.gm, scope)
+    graph = compat.graph_name(backend.gm, scope, function.__globals__)
 
     def rebuild(outputs: Sequence[torch.Tensor]) -> Any:
         code = types.FunctionType(
@@ -222,7 +221,7 @@ def lower(trace: Trace) -> Lowered:
         return gm.forward
 
     inputs = [_lowerable(t, n) for t, n in zip(trace.example_inputs, _placeholders(trace.gm), strict=True)]
-    with _quiet_tracing(), tracing(trace.context), get_metrics_context():
+    with _quiet_tracing(), tracing(compat.in_one_mode(trace.context, inputs)), get_metrics_context():
         aot_autograd(fw_compiler=compiler, keep_inference_input_mutations=True)(trace.gm, inputs)
     (lowered,) = seen
     return lowered

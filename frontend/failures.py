@@ -11,6 +11,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
+from cannopy.fx_passes import compat
+
 from . import provenance
 from .dynamo import Effect
 from .errors import CaptureError, SourceLine
@@ -37,6 +39,7 @@ _REMEDIES = (
     ("print", "the model logs or prints", "remove the call, or guard it by `if not torch.compiler.is_compiling()`"),
     ("inplace view", "the method changes an input's shape or strides in place", "use the form without underscore"),
     ("nn.Parameter", "the model makes parameters or modules while it runs", "create them in __init__"),
+    ("nn_parameter construction", "the model makes parameters or modules while it runs", "create them in __init__"),
 )
 """Part of Dynamo's message → reason, cure. The first that fits counts."""
 
@@ -86,8 +89,10 @@ def from_dynamo(error: BaseException) -> CaptureError:
 
 def _observed(cause: BaseException) -> str:
     name = type(cause).__name__.removeprefix("Observed")
-    quoted = re.search(r'ConstantVariable\(\w+: (["\'])(.*)\1\)', str(cause))
-    return f"{name}: {quoted[2]}" if quoted else name
+    name = name.removesuffix("Error") if name.endswith("ErrorError") else name
+    said = compat.raised_text(cause)
+    shown = said.removeprefix("raised exception ")
+    return shown if shown.startswith(f"{name}(") else f"{name}: {said}" if said else name
 
 
 def from_aot(error: BaseException) -> CaptureError:

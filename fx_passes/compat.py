@@ -6,6 +6,7 @@ Everything here is private to torch and has changed between its minor releases; 
 from __future__ import annotations
 
 import builtins
+import re
 import sys
 import traceback
 import types
@@ -16,8 +17,10 @@ from typing import Any
 
 import torch
 from torch._dynamo import convert_frame, exc
+from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import builder
-from torch._guards import CompileId, tracing
+from torch._guards import CompileId, TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 """Major and minor version."""
@@ -65,10 +68,10 @@ def _translate(
 
     def transform(instructions: list[Any], options: dict[str, Any]) -> None:
         log.restart()
+        raised = convert_frame.ExceptionStack()
         tracer = convert_frame.InstructionTranslator(
             instructions, code, values, scope, builtins.__dict__, cells, modes, options, backend, True, False, None,
-            frame_state={}, speculation_log=log, exn_vt_stack=convert_frame.ExceptionStack(), distributed_state=None,
-            package=None,
+            frame_state={}, speculation_log=log, exn_vt_stack=raised, distributed_state=None, package=None,
         )
         try:
             tracer.output.mark_bytecode_tracing_start()
@@ -76,6 +79,9 @@ def _translate(
                 tracer.run()
         except exc.UnspecializeRestartAnalysis:
             log.clear()
+            raise
+        except exc.Unsupported as error:
+            _tell_raised(error, raised)
             raise
         finally:
             tracer.output.call_cleanup_hooks()
@@ -95,10 +101,39 @@ def _translate(
     raise exc.InternalTorchDynamoError(f"Dynamo started over {MOST_RESTARTS} times on {code.co_name}")
 
 
-def graph_name(gm: torch.fx.GraphModule, scope: Mapping[str, Any]) -> str:
-    """The global by which Dynamo's bytecode calls the compiled ``gm``. Up to torch 2.8 only ``scope`` tells."""
+def _tell_raised(error: BaseException, raised: Any) -> None:
+    """What the traced method itself raises becomes the cause of ``error``, with its arguments, as later versions do."""
+    observed = error.__context__
+    if isinstance(observed, exc.ObservedException):
+        by_user = getattr(raised._current_exception, "args", ())
+        observed.args = tuple(by_user or getattr(observed.__context__, "args", ()))
+        error.__cause__ = observed
+
+
+def raised_text(observed: BaseException) -> str:
+    """What the traced method said when it raised ``observed``, Dynamo's exception for one of the method; "" if nothing
+    or no constant."""
+    quoted = re.search(r'ConstantVariable\(\w+: (["\'])(.*)\1\)', str(observed))
+    if quoted is not None:
+        return quoted[2]
+    return observed.args[0] if len(observed.args) == 1 and isinstance(observed.args[0], str) else ""
+
+
+def graph_name(gm: torch.fx.GraphModule, scope: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+    """The global by which Dynamo's bytecode calls the compiled ``gm``.
+
+    Up to torch 2.8 only ``scope`` tells, which may have names of earlier calls of ``torch.compile`` as well: those that
+    were there ``before`` the trace.
+    """
     name = gm.meta.get("backend_id")
-    return str(name or next(key for key in scope if key.startswith("__compiled_fn_")))
+    return str(name or next(key for key in scope if key.startswith("__compiled_fn_") and key not in before))
+
+
+def whole_graph_settings() -> dict[str, Any]:
+    """Dynamo settings by which a trace to one graph records values and sizes that depend on data, so that the line
+    which makes them can be named. Up to torch 2.8 only these do that, later versions always do for one graph."""
+    recorded = TORCH <= (2, 8)
+    return {"capture_scalar_outputs": recorded, "capture_dynamic_output_shape_ops": recorded}
 
 
 def source_name(source: Any) -> str:
@@ -114,10 +149,46 @@ def value_changed(variable: Any, side_effects: Any) -> bool:
 
 
 def mutation_stack(variable: Any, side_effects: Any) -> Sequence[traceback.FrameSummary]:
-    """The user's stack where ``variable`` was changed last; empty where torch does not record it (2.8)."""
+    """The user's stack where ``variable`` was changed last; empty where it was not recorded."""
     stacks = getattr(side_effects, "mutation_user_stacks", {}).get(variable) or [()]
     last: Sequence[traceback.FrameSummary] = stacks[-1]
     return last
+
+
+@contextmanager
+def recorded_mutations() -> Iterator[None]:
+    """While this is open, Dynamo records the user's stack of each change to a Python object, which `mutation_stack`
+    reads. Later versions than torch 2.8 do so themselves."""
+    kinds = ("store_attr", "mutation")
+    before = {name: getattr(SideEffects, name) for name in kinds}
+    if "mutation_user_stacks" in SideEffects.__annotations__:
+        yield
+        return
+
+    def recording(change: Callable[..., None]) -> Callable[..., None]:
+        def changed(effects: Any, variable: Any, *args: Any) -> None:
+            change(effects, variable, *args)
+            stacks = vars(effects).setdefault("mutation_user_stacks", {})
+            stacks.setdefault(variable, []).append(TracingContext.extract_stack())
+
+        return changed
+
+    for name, change in before.items():
+        setattr(SideEffects, name, recording(change))
+    try:
+        yield
+    finally:
+        for name, change in before.items():
+            setattr(SideEffects, name, change)
+
+
+def in_one_mode(context: TracingContext, inputs: Sequence[torch.Tensor]) -> TracingContext:
+    """``context`` in the fake mode of those ``inputs`` that are fake: AOTAutograd of torch 2.8 takes no other. Later
+    versions make such inputs anew in the mode of the context."""
+    modes = [t.fake_mode for t in inputs if isinstance(t, FakeTensor)]
+    if modes and TORCH <= (2, 8):
+        context.fake_mode = modes[0]
+    return context
 
 
 @contextmanager

@@ -116,6 +116,13 @@ class Raises(Base):
         return self.missing(x)  # HERE
 
 
+class RaisesOnPurpose(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] == 4:
+            raise ValueError("four is one too many")  # HERE
+        return x
+
+
 class BadShape(Base):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(3)  # HERE
@@ -179,7 +186,8 @@ CASES = [
     (AppendsToList, "self.log", "__init__"),
     (RegistersBuffer, "self._buffers", "__init__"),
     (MakesModule, "makes parameters or modules", "__init__"),
-    (Raises, "no attribute 'missing'", "eager"),
+    (Raises, "raises AttributeError: 'Raises' object has no attribute 'missing'", "eager"),
+    (RaisesOnPurpose, "four is one too many", "eager"),
     (BadShape, "invalid for input of size 4", "eager"),
     (DrawsNumbers, "random numbers", "model.eval"),
     (DropsOut, "random numbers", "model.eval"),

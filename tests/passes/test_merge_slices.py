@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cannopy.fx_passes import merge_slices
+from cannopy.fx_passes import merge_slices, normalise
 from cannopy.fx_passes.graph import aten
 from cannopy.fx_passes.verifier import Verifier
 from tests.passes.graphs import count, program_of, run, same
@@ -27,10 +27,17 @@ KEPT = {
 }
 
 
+def normalised(model):
+    """As the pass finds it: without the slices of a whole dim that some versions of torch trace."""
+    program = program_of(model, X)
+    normalise.run(program)
+    return program
+
+
 @pytest.mark.parametrize("name", MERGED)
 def test_merges(name):
     model, sizes, left = MERGED[name]
-    program = program_of(model, X)
+    program = normalised(model)
     before = run(program, X)[0]
     verifier = Verifier(program)
     assert merge_slices.run(program) > 0
@@ -38,11 +45,11 @@ def test_merges(name):
     assert same(run(program, X)[0], before)
     splits = program.gm.graph.find_nodes(op="call_function", target=aten.split_with_sizes.default)
     assert sorted(n.args[1] for n in splits) == sorted(sizes)
-    assert sum(n.args[1:] != (0, 0, 2**63 - 1) for n in program.gm.graph.nodes if n.target is aten.slice.Tensor) == left
+    assert count(program, aten.slice.Tensor) == left
 
 
 @pytest.mark.parametrize("name", KEPT)
 def test_leaves_alone(name):
-    program = program_of(KEPT[name], X)
+    program = normalised(KEPT[name])
     assert merge_slices.run(program) == 0
     assert count(program, aten.split_with_sizes.default) == 0

@@ -58,7 +58,7 @@ REACHES = {
         lambda c, x: c(aten._to_copy.default, c(aten._to_copy.default, x, dtype=torch.float32), dtype=torch.bfloat16),
         [BF16], [],
     ),
-    "add.Scalar": (lambda c, x: c(aten.add.Scalar, x, 2, 3), [F32], ["aten.add.Tensor"]),
+    "add.Scalar": (lambda c, x: c(aten.add.Scalar, x, 2, alpha=3), [F32], ["aten.add.Tensor"]),
     "arange(1) + x": (lambda c, x: c(aten.add.Tensor, c(aten.arange.default, 1), x), [POSITION], ["aten.reshape"]),
     "x + arange(0, 1)": (lambda c, x: c(aten.add.Tensor, x, c(aten.arange.start, 0, 1)), [POSITION], ["aten.reshape"]),
     "arange(1) + [3]": (lambda c, x: c(aten.add.Tensor, c(aten.arange.default, 1), x), [torch.arange(3)], []),

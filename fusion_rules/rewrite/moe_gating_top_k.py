@@ -212,9 +212,11 @@ def _whole_groups_refusal(match: Match, size: tuple[int, int, int]) -> Refusal |
 def _weights_refusal(match: Match, normed: bool) -> Refusal | None:
     """Sigmoid scores are renormalised, softmax scores are not."""
     if not normed and match["norm_type"] == SIGMOID:
-        return Refusal("the sigmoid scores are not divided by (their sum + eps), the op always does that",
-                       match.get("picked") or match["topk"], "missing", "a division by (sum over the chosen + eps)",
-                       "no division", "renormalise the weights (norm_topk_prob=True), or keep the plain form")
+        picked = match.get("picked") or match["topk"]
+        found = ", ".join(f"{describe(u)} ({where(u)})" for u in list(picked.users)[:2]) or "the result"
+        return Refusal(f"the sigmoid scores are not divided by (their sum + eps), the op always does that: they are "
+                       f"read by {found}", picked, "missing", "a division by (sum over the chosen + eps)", found,
+                       "renormalise the weights (norm_topk_prob=True), or keep the plain form")
     if normed and match["norm_type"] == SOFTMAX:
         return Refusal("softmax scores are divided by their sum after the choice, the op does not do that",
                        match["picked"], "operation", "softmax scores as they are", "a division by their sum",

@@ -34,6 +34,7 @@ from cannopy.backend.options import BuildOptions
 from cannopy.backend.runtime import CompiledModel, ExecutorFactory, GeneratedModule, MakeOutput, eager_executor
 from cannopy.backend.weights.binder import WeightValueError
 from cannopy.backend.weights.devices import nz_cast, on_meta, placed
+from cannopy.backend.weights.kept import KeptWeights
 from cannopy.fx_passes.paths import compile_path
 from cannopy.fx_passes.program import Program
 from cannopy.stream_scheduler import emission
@@ -225,7 +226,8 @@ def build(
     generated = GeneratedModule(artifact, _filename(found.path, artifact))
     work = torchair.WorkFolder()
     factory = _factory(options, work)
-    compiled = CompiledModel(artifact, model, generated, factory, make_output, nz_cast())
+    store = _store(options, artifact, found.path)
+    compiled = CompiledModel(artifact, model, generated, factory, make_output, nz_cast(), store=store)
     bound_args, bound_kwargs = tuple(args), dict(kwargs)
     log: list[str] = []
     if isinstance(factory, torchair.TorchairFactory):
@@ -243,6 +245,8 @@ def build(
         files = work.files() if isinstance(factory, torchair.TorchairFactory) else {}
         failure = _publish(compiled, files, log, found.path.parent)
         reason = failure or reason
+        if not failure:
+            _keep(compiled)
         if found.lock is not None:
             found.lock.release(failure)
     compiled.report = dict(artifact.report) | {"cache": replace(found, reason=reason).report()}
@@ -322,11 +326,26 @@ def _load(
         if name.startswith(f"{TORCHAIR}/"):
             _write_work(work.path / name.removeprefix(f"{TORCHAIR}/"), data)
     generated = GeneratedModule(artifact, str(path / SOURCE))
-    compiled = CompiledModel(artifact, model, generated, _factory(options, work), make_output, nz_cast())
+    store = _store(options, artifact, path)
+    compiled = CompiledModel(artifact, model, generated, _factory(options, work), make_output, nz_cast(), store=store)
     start = time.perf_counter()
     compiled.executor()
     compiled.seconds["torchair"] = time.perf_counter() - start
+    _keep(compiled)
     return compiled
+
+
+def _store(options: BuildOptions, artifact: Artifact, path: Path | None) -> KeptWeights | None:
+    """Where results of the weight plan are kept beside the entry at ``path``."""
+    return KeptWeights(artifact, path) if options.keep_weights and options.use_cache and path is not None else None
+
+
+def _keep(compiled: CompiledModel) -> None:
+    try:
+        compiled.keep_weights()
+    except OSError as e:
+        warnings.warn(f"derived weights are not kept ({e}); the next start derives them again", CacheWarning,
+                      stacklevel=5)
 
 
 def _write_work(path: Path, data: bytes) -> None:

@@ -33,6 +33,7 @@ class BuildOptions:
     ``cache_dir`` None is the default folder; ``use_cache`` False neither reads nor writes it. ``cache_timeout`` is how
     long, in seconds, to wait for another process or rank that builds the same; ``ranks`` are those that compile it
     together, None for all. ``layout`` is the place of this die among the dies that the graph is spread over.
+    ``keep_weights``: results of the weight plan are kept beside the entry.
     """
 
     engine: Literal["torchair", "eager"] = "torchair"
@@ -43,6 +44,7 @@ class BuildOptions:
     cache_timeout: float = 1800.0
     ranks: tuple[int, ...] | None = None
     layout: Layout | None = None
+    keep_weights: bool = False
     compiler: Mapping[str, Any] = field(default_factory=lambda: COMPILER_OPTIONS)
 
     def key_items(self) -> dict[str, str]:

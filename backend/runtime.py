@@ -15,6 +15,7 @@ from cannopy.backend.call_check import CallCheck, mode, mode_text
 from cannopy.backend.guards import CallBinder, ConstantGuard, GuardError, LeafGuard, apply_view, check_tensor, laid_out
 from cannopy.backend.memory import Separation, extent
 from cannopy.backend.weights.binder import Change, FormatCast, WeightBinder, WeightMemory
+from cannopy.backend.weights.kept import KeptWeights
 from cannopy.fx_passes.paths import PathLookupError, compile_path
 from cannopy.fx_passes.program import OutputSpec
 
@@ -51,6 +52,9 @@ class Weights(Protocol):
 
     def refresh(self, module: torch.nn.Module) -> None:
         """Rebuild the derived weights."""
+
+    def keep(self) -> None:
+        """Put derived weights on disk where that was asked for. OSError."""
 
 
 class GeneratedModule:
@@ -105,6 +109,7 @@ class CompiledModel:
         make_output: MakeOutput,
         cast_nz: FormatCast | None = None,
         weights: Weights | None = None,
+        store: KeptWeights | None = None,
     ) -> None:
         self.artifact = artifact
         self.report: dict[str, Any] = dict(artifact.report)
@@ -124,7 +129,7 @@ class CompiledModel:
         self._separate = Separation([extent(s) for s in specs], self._writes)
         self._mode = mode()
         self._checks: list[tuple[CallCheck, list[int]]] = []
-        self._weights: Weights = weights or WeightBinder(artifact, model, cast_nz)
+        self._weights: Weights = weights or WeightBinder(artifact, model, cast_nz, store)
         start = time.perf_counter()
         self._weights.bind(generated.instance)
         self.seconds = {"weights": time.perf_counter() - start}
@@ -212,6 +217,10 @@ class CompiledModel:
         if self._executor is None:
             self._executor = self._make_executor(self._generated)
         return self._executor
+
+    def keep_weights(self) -> None:
+        """Put the results of the weight plan into ``store`` unless they are there. OSError."""
+        self._weights.keep()
 
     def refresh_weights(self) -> None:
         """Rebuild derived weights after a write that torch does not count, such as ``param.data.copy_``."""

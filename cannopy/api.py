@@ -250,7 +250,8 @@ def build_options(made: pipeline.Plan) -> BuildOptions:
     alone = layout is not None and not layouts.in_world()
     return BuildOptions(target=options.target, text=made.text(), cache_dir=options.cache_dir,
                         use_cache=options.use_cache, cache_timeout=options.cache_timeout,
-                        ranks=(layout.rank,) if layout is not None and alone else options.ranks, layout=layout)
+                        ranks=(layout.rank,) if layout is not None and alone else options.ranks, layout=layout,
+                        keep_weights=options.keep_weights)
 
 
 def _report(

@@ -50,6 +50,8 @@ class Options:
         dump_dir: folder for numbered text dumps of the graph, one per pass that changed it.
         verify: check the graph between passes.
         regions: capture and rewrite like layers once and copy the result; False works on every layer.
+        keep_weights: keep the results of the weight plan beside the cache entry, under a digest of the weights they
+            were made from, and map them at the next start instead of deriving them again (docs/cache.md).
 
     Raises:
         OptionError: a value that an option does not take, naming the nearest that it takes.
@@ -72,6 +74,7 @@ class Options:
     rules: tuple[Path, ...] = ()
     plan: Path | None = None
     regions: bool = True
+    keep_weights: bool = False
 
     def __post_init__(self) -> None:
         if self.phase is not None and self.phase not in PHASES:
@@ -88,6 +91,8 @@ class Options:
             raise OptionError(f"cache_timeout: expected seconds from 0, found {self.cache_timeout!r}")
         if isinstance(self.group_timeout, bool) or not self.group_timeout > 0:
             raise OptionError(f"group_timeout: expected seconds above 0, found {self.group_timeout!r}")
+        if self.keep_weights and not self.use_cache:
+            raise OptionError("keep_weights: there is no cache to keep them in", "leave use_cache as it is")
         if self.ranks is not None:
             object.__setattr__(self, "ranks", tuple(self.ranks))
         for name in ("cache_dir", "dump_dir", "plan"):

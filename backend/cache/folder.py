@@ -9,9 +9,9 @@ from pathlib import Path
 
 from cannopy.backend.emit import identifier
 
-TMP, ASIDE, TRASH, LOCK = ".tmp-", ".aside-", ".trash-", ".lock-"
-HIDDEN = (TMP, ASIDE, TRASH, LOCK)
-"""Beginnings of names that are no entries: being written, set aside, being removed, locks."""
+TMP, ASIDE, TRASH, LOCK, WEIGHTS = ".tmp-", ".aside-", ".trash-", ".lock-", ".weights-"
+HIDDEN = (TMP, ASIDE, TRASH, LOCK, WEIGHTS)
+"""Beginnings of names that are no entries: being written, set aside, being removed, locks, derived weights."""
 
 
 class CacheFolderError(PermissionError):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cannopy.backend.artifact import Fingerprint
-from cannopy.backend.cache import key, lock, manifest, store
+from cannopy.backend.cache import key, lock, manifest, store, weight_sets
 from cannopy.backend.cache.folder import HIDDEN, absolute
 from cannopy.backend.cache.manifest import MANIFEST, CorruptError
 
@@ -20,9 +20,10 @@ from cannopy.backend.cache.manifest import MANIFEST, CorruptError
 class Entry:
     """One published compilation, as listed.
 
-    ``bytes`` are those on disk; ``created`` and ``used`` (the last hit, or `created`) are seconds since the epoch;
-    ``hits`` counts the processes that loaded it, ``in_use`` says that one runs now. ``problem`` is None when its files
-    are what its manifest says, as far as they were looked at.
+    ``bytes`` are those on disk, ``weight_bytes`` of them those of the ``weight_sets`` sets of derived weights;
+    ``created`` and ``used`` (the last hit, or `created`) are seconds since the epoch; ``hits`` counts the processes
+    that loaded it, ``in_use`` says that one runs now. ``problem`` is None when its files are what its manifest says,
+    as far as they were looked at.
     """
 
     path: Path
@@ -36,6 +37,8 @@ class Entry:
     hits: int = 0
     used: float = 0.0
     in_use: bool = False
+    weight_sets: int = 0
+    weight_bytes: int = 0
     fingerprint: Fingerprint | None = field(default=None, repr=False, compare=False)
 
 
@@ -89,6 +92,7 @@ def _entry(path: Path, *, verify: bool) -> Entry:
         identity = manifest.fingerprint(body)
         if verify or path.is_symlink():
             store.read_entry(path)
+            problem = "; ".join(weight_sets.problems(path)) or None
     except store.MovedError:
         problem = "removed meanwhile"
     except FileNotFoundError as e:
@@ -97,13 +101,16 @@ def _entry(path: Path, *, verify: bool) -> Entry:
         problem = str(e)
     hits, used = _uses(path)
     created = store.made_at(path)
+    kept = weight_sets.sets(path)
+    weight_bytes = sum(s.bytes for s in kept)
     with lock.unused(path / MANIFEST) as free:
         in_use = not free
     return Entry(
         path=path, model_class=body.get("model_class", ""), method=body.get("method", ""),
-        key=identity.key if identity else "", bytes=size_of(path), created=created, problem=problem,
+        key=identity.key if identity else "", bytes=size_of(path) + weight_bytes, created=created, problem=problem,
         phase=identity.details.get("options", {}).get("phase", "") if identity else "",
         hits=hits, used=max(used, created), in_use=in_use, fingerprint=identity,
+        weight_sets=len(kept), weight_bytes=weight_bytes,
     )
 
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cannopy.backend.cache import lock
-from cannopy.backend.cache.folder import HIDDEN, LOCK, TMP, TRASH, absolute
-from cannopy.backend.cache.listing import Entry, list_entries, stale, verify
+from cannopy.backend.cache import lock, weight_sets
+from cannopy.backend.cache.folder import HIDDEN, LOCK, TMP, TRASH, WEIGHTS, absolute
+from cannopy.backend.cache.listing import Entry, list_entries, size_of, stale, verify
 from cannopy.backend.cache.manifest import MANIFEST
 
 LEFTOVER_AGE = 24 * 3600.0
@@ -27,7 +27,7 @@ class Wanted:
     ``older_than``: made longer ago. ``unused_for``: made and last loaded longer ago. ``max_bytes``: those loaded least
     recently, until the rest is no larger. ``stale``: of other versions of Python, torch, torch_npu, CANN, transformers
     or this package. ``bad``: with files that are not what the manifest says. ``keep``: the newest so many stay in any
-    case.
+    case. ``old_weights``: no entry, but of the sets of derived weights that an entry has all except the last one used.
     """
 
     older_than: float | None = None
@@ -36,6 +36,7 @@ class Wanted:
     stale: bool = False
     bad: bool = False
     keep: int = 0
+    old_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ def prune(cache_dir: Path | str | None = None, *, older_than: float = 0.0, keep:
 def remove(cache_dir: Path | str | None, wanted: Wanted, *, dry_run: bool = False) -> list[Removal]:
     """Carry out `wanted` and take away leftovers older than a day. OSError when the folder cannot be written.
 
-    An entry is renamed before its files go, so that a reader sees all of it or none; an entry in use stays.
+    An entry is renamed before its files go, so that a reader sees all of it or none; an entry in use stays. Its
+    derived weights go with it.
     """
     root = absolute(cache_dir)
     if not root.is_dir():
@@ -66,6 +68,13 @@ def remove(cache_dir: Path | str | None, wanted: Wanted, *, dry_run: bool = Fals
     for entry, why in _doomed(entries, wanted):
         done.append(Removal(entry.path, entry.bytes, why, "" if dry_run and not entry.in_use else
                             "in use" if entry.in_use else _take_away(entry.path)))
+    if wanted.old_weights:
+        for one in (s for e in entries for s in weight_sets.sets(e.path)[1:]):
+            kept = "" if dry_run else weight_sets.remove(one.path)
+            done.append(Removal(one.path, one.bytes, "weights of other values were used later", kept))
+    for path in weight_sets.orphans(root):
+        size = size_of(path)
+        done.append(Removal(path, size, "its entry is gone", "" if dry_run else weight_sets.remove_folder(path)))
     for path, why in _leftovers(root):
         done.append(Removal(path, 0, why, "" if dry_run else _take_away(path)))
     return done
@@ -118,7 +127,7 @@ def _days(seconds: float) -> str:
 def _leftovers(root: Path) -> Iterator[tuple[Path, str]]:
     now = time.time()
     for path in sorted(root.iterdir()):
-        if path.name.startswith(HIDDEN):
+        if path.name.startswith(HIDDEN) and not path.name.startswith(WEIGHTS):
             with contextlib.suppress(OSError):
                 if now - os.lstat(path).st_mtime >= LEFTOVER_AGE:
                     yield path, "left by a process that has ended"
@@ -144,5 +153,7 @@ def _take_away(path: Path) -> str:
             trash.unlink()
         else:
             shutil.rmtree(trash)
+        with contextlib.suppress(OSError):
+            weight_sets.remove_folder(weight_sets.folder_of(path))
     return ""
 

@@ -87,13 +87,13 @@ def find(cache_dir: Path, model_class: str, fingerprint: Fingerprint) -> Found:
 
 def read_entry(path: Path) -> Content:
     """An entry, verified. `CorruptError` says what is wrong with it, `MovedError` that it is gone."""
-    with _opened(path) as folder, contextlib.closing(_Manifest(folder)) as opened:
+    with opened_folder(path) as folder, contextlib.closing(_Manifest(folder)) as opened:
         return _read(folder, opened.fd)
 
 
 def _read_for_use(path: Path) -> tuple[Content, lock.Use]:
     """An entry and its use. `CorruptError`, `MovedError`."""
-    with _opened(path) as folder:
+    with opened_folder(path) as folder:
         opened = _Manifest(folder)
         use = lock.Use.take(opened.fd)
         if use is None:
@@ -132,23 +132,23 @@ class _Manifest:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int]:
+def opened_folder(path: Path) -> Iterator[int]:
     """A descriptor of the entry's folder, which must be ours."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError as e:
         raise MovedError(path) from e
     except OSError as e:
-        raise _bad(e, "it", "is a file or a link, no folder") from e
+        raise bad(e, "it", "is a file or a link, no folder") from e
     try:
-        _private(fd, "its folder", stat.S_ISDIR)
+        private(fd, "its folder", stat.S_ISDIR)
         yield fd
     finally:
         os.close(fd)
 
 
 def _read(folder: int, manifest_fd: int) -> Content:
-    _private(manifest_fd, MANIFEST)
+    private(manifest_fd, MANIFEST)
     body = manifest.parse(_all_bytes(manifest_fd))
     manifest.fingerprint(body)
     names = body.get("files")
@@ -168,7 +168,7 @@ def _known_name(name: str) -> bool:
 def _file(folder: int, name: str) -> bytes:
     fd = _open_below(folder, name)
     try:
-        _private(fd, name)
+        private(fd, name)
         return _all_bytes(fd)
     finally:
         os.close(fd)
@@ -182,19 +182,19 @@ def _open_below(folder: int, name: str) -> int:
         for part in parents:
             at = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
             opened.append(at)
-            _private(at, f"the folder of {name}", stat.S_ISDIR)
+            private(at, f"the folder of {name}", stat.S_ISDIR)
         fd = os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
     except FileNotFoundError as e:
         raise CorruptError(f"{name} is missing") from e
     except OSError as e:
-        raise _bad(e, name, "is no file") from e
+        raise bad(e, name, "is no file") from e
     finally:
         for each in opened:
             os.close(each)
     return fd
 
 
-def _bad(error: OSError, name: str, otherwise: str) -> Exception:
+def bad(error: OSError, name: str, otherwise: str) -> Exception:
     """What to raise when part of an entry cannot be opened; an error of the machine is raised as it is."""
     if error.errno == errno.ELOOP:
         return CorruptError(f"{name} is a symbolic link")
@@ -205,7 +205,7 @@ def _bad(error: OSError, name: str, otherwise: str) -> Exception:
     return error
 
 
-def _private(fd: int, name: str, expected: Callable[[int], bool] = stat.S_ISREG) -> None:
+def private(fd: int, name: str, expected: Callable[[int], bool] = stat.S_ISREG) -> None:
     info = os.fstat(fd)
     if not expected(info.st_mode):
         raise CorruptError(f"{name} is no file")

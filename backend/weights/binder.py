@@ -14,14 +14,17 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 
 from cannopy.backend.artifact import Artifact
 from cannopy.backend.guards import GuardError, apply_view, check_tensor
+from cannopy.backend.weights.kept import KeptWeights, is_known, missing, note
 from cannopy.fx_passes.paths import Path, PathLookupError, parse_path
 
 Change = Literal["none", "values", "tensors"]
@@ -39,16 +42,23 @@ class WeightMemory:
     ``derived``: how many; ``bytes``: of those that were made for this method; ``shared_bytes``: of those that another
     compiled method of the same model had already. A weight that is its source in another shape takes nothing.
     ``source_bytes``: the model's own weights that they were made from, which stay in memory beside them.
+    ``mapped_bytes``: of ``bytes``, those that are mapped from the cache folder (`Options.keep_weights`).
     """
 
     derived: int
     bytes: int
     shared_bytes: int
     source_bytes: int
+    mapped_bytes: int = 0
 
 
 def _place(t: torch.Tensor) -> tuple[Any, ...]:
     return t.data_ptr(), tuple(t.shape), t.stride(), t.dtype, t.device
+
+
+def _is_one_of(value: torch.Tensor, names: Iterable[str], values: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a derived weight is one of its sources in another shape."""
+    return any(n in values and value.data_ptr() == values[n].data_ptr() for n in names)
 
 
 def _slots(path: Path, model: torch.nn.Module) -> Iterator[Slot]:
@@ -85,13 +95,16 @@ class WeightValueError(GuardError):
 class WeightBinder:
     """Keeps the attributes of a generated module equal to the user's weights.
 
-    ``cast_nz`` puts a tensor into FRACTAL_NZ on a device; None where there is no such format.
+    ``cast_nz`` puts a tensor into FRACTAL_NZ on a device; None where there is no such format. ``store`` has results of
+    the weight plan on disk; only the first weights that are bound are looked up there.
     """
 
-    def __init__(self, artifact: Artifact, model: torch.nn.Module, cast_nz: FormatCast | None = None) -> None:
+    def __init__(self, artifact: Artifact, model: torch.nn.Module, cast_nz: FormatCast | None = None,
+                 store: KeptWeights | None = None) -> None:
         self._artifact = artifact
         self._model = model
         self._cast_nz = cast_nz
+        self._store = store
         specs = {s.name: s for s in artifact.inputs}
         names = {a.placeholder for a in artifact.module.attributes if a.kind in ("parameter", "buffer")}
         names |= {n for w in artifact.weights for n in w.sources if n in specs}
@@ -122,26 +135,54 @@ class WeightBinder:
     def _share(self, values: dict[str, torch.Tensor], wanted: set[str]) -> None:
         """Put the derived weights into `values`; one of `wanted` that is in memory already is brought up to date."""
         keys: dict[str, Any] = {name: _place(t) for name, t in values.items()}
+        for w in self._artifact.weights:
+            keys[w.name] = w.recipe, w.nz, tuple(keys[n] for n in w.sources)
         recipes = {w.name: w for w in self._artifact.weights}
-        own = shared = 0
-        for name, value in self._derive(values):
-            w = recipes[name]
-            keys[name] = (w.recipe, w.nz, tuple(keys[n] for n in w.sources), value.dtype, value.device)
+        own = shared = mapped = 0
+        store = self._store if self._first else None
+        if store is not None:
+            store.look_up(values)
+        loaded, digests = (store.loaded, store.digests) if store is not None else ({}, {})
+        for name, value in self._derive(values, loaded):
+            w, key = recipes[name], (keys[name], value.dtype, value.device)
             values[name] = value
-            if name not in wanted or value.is_meta or any(value.data_ptr() == values[n].data_ptr() for n in w.sources):
+            if name not in wanted or value.is_meta or _is_one_of(value, w.sources, values):
                 continue
-            known = _DERIVED.get(keys[name])
+            known = _DERIVED.get(key)
             if known is None or known.is_inference() != value.is_inference():
-                known = _DERIVED[keys[name]] = torch.nn.Parameter(value.detach(), requires_grad=False)
+                known = _DERIVED[key] = torch.nn.Parameter(value.detach(), requires_grad=False)
                 own += known.nbytes
+                mapped += known.nbytes if name in loaded and known.data_ptr() == loaded[name].data_ptr() else 0
             else:
                 shared += known.nbytes if known.data_ptr() != value.data_ptr() else 0
-                known.copy_(value)
+                if name not in digests or not is_known(known, digests[name]):
+                    known.copy_(value)
+            if name in digests:
+                note(known, digests[name])
             values[name] = known
         if self._first:  # later binds find what this method had before
             used = {n for w in recipes.values() for n in w.sources}
             sources = {t.data_ptr(): t.nbytes for n, t in self._sources.items() if n in used}
-            self.memory, self._first = WeightMemory(len(recipes), own, shared, sum(sources.values())), False
+            self.memory = WeightMemory(len(recipes), own, shared, sum(sources.values()), mapped)
+            self._first = False
+
+    def keep(self) -> None:
+        """Put the results of the weight plan on disk unless they are there. OSError."""
+        store, self._store = self._store, None
+        if store is None or store.loaded or not store.digests or self.changed() != "none":
+            return
+        values = self._seen_by_graph()
+        with torch.no_grad():
+            store.write(self._plain(values), {n: values[n] for n in self._sources})
+
+    def _plain(self, values: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each derived weight as it is before a cast to NZ; one that no later recipe reads is dropped."""
+        left = Counter(n for w in self._artifact.weights for n in w.sources)
+        for w in self._artifact.weights:
+            value = w.build([values[n] for n in w.sources])
+            yield w.name, value
+            if left[w.name]:
+                values[w.name] = value
 
     def changed(self) -> Change:
         """What happened to the weights since they were bound; a few tens of nanoseconds per weight."""
@@ -203,14 +244,21 @@ class WeightBinder:
                 f" {'; '.join(' = '.join(sorted(t)) for t in broken)}; compile again"
             )
 
-    def _derive(self, values: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each derived weight in order; the caller puts it into `values`, where a later recipe finds it."""
-        for w in self._artifact.weights:
+    def _derive(
+        self, values: dict[str, torch.Tensor], loaded: Mapping[str, torch.Tensor] = MappingProxyType({})
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each derived weight in order, ``loaded`` or built; the caller puts it into `values` for later recipes."""
+        plan = self._artifact.weights
+        wanted = {a.placeholder for a in self._artifact.module.attributes if a.kind == "weight"}
+        built = missing(plan, wanted, loaded) if loaded else {w.name for w in plan}
+        for w in plan:
+            if w.name not in loaded and w.name not in built:
+                continue
             try:
-                value = w.build([values[n] for n in w.sources])
+                value = loaded[w.name] if w.name in loaded else w.build([values[n] for n in w.sources])
             except RuntimeError as e:  # what the asserts of a recipe raise
                 raise WeightValueError(f"weight {w.name}, built from {', '.join(w.sources)}: {e}; compile again") from e
-            value = value if w.sources else self._beside(value)
+            value = value if w.sources and w.name not in loaded else self._beside(value)
             yield w.name, self._cast_nz(value) if w.nz and self._cast_nz is not None else value
 
     def _constant(self, target: str) -> torch.Tensor:

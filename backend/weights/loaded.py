@@ -55,6 +55,9 @@ class LoadedWeights:
         """Nothing: the files are read once."""
         return "none"
 
+    def keep(self) -> None:
+        """Nothing: they are in the files of the checkpoint."""
+
     def refresh(self, module: torch.nn.Module) -> None:
         """`GuardError`: the model has no values to refresh from."""
         raise GuardError(f"the weights were loaded from {self._loading.checkpoint.folder}; load them again")

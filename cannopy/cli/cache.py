@@ -31,6 +31,7 @@ examples:
   cannopy cache prune --stale --dry-run          what this installation can no longer load, and why
   cannopy cache prune --unused-days 30 --keep 5
   cannopy cache prune --max-size 20GB            the least recently used go first
+  cannopy cache prune --old-weights              derived weights of a checkpoint that was replaced
   cannopy cache prune --all                      remove everything
 
 An entry that a process is running, or loading, is never removed: it is listed as in use.
@@ -102,6 +103,8 @@ def _add_prune_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--max-size", type=size, metavar="SIZE", help="least recently used ones, until SIZE is left")
     which.add_argument("--stale", action="store_true", help="of other versions than are installed here")
     which.add_argument("--bad", action="store_true", help="with files that are not what the manifest says")
+    which.add_argument("--old-weights", action="store_true",
+                       help="derived weights kept for other values than those loaded last; the entries stay")
     which.add_argument("--all", action="store_true", help="every entry")
     parser.add_argument("--keep", type=positive, default=0, metavar="N", help="keep the N newest in any case")
     parser.add_argument("--dry-run", action="store_true", help="say what would go and remove nothing")
@@ -153,6 +156,9 @@ def _show(args: argparse.Namespace) -> int:
     screen.print(f"  {entry.path}", soft_wrap=True, markup=False)
     screen.print(f"  {_bytes(entry.bytes)}, made {_ago(entry.created)}, {entry.hits} hits, last used {_ago(entry.used)}"
                  + (", in use" if entry.in_use else ""), markup=False)
+    if entry.weight_sets:
+        screen.print(f"  of it {_bytes(entry.weight_bytes)} in {entry.weight_sets} sets of derived weights",
+                     markup=False)
     screen.print(f"  key {entry.key}", soft_wrap=True)
     differing = stale(entry)
     if differing:
@@ -214,7 +220,7 @@ def _wanted(args: argparse.Namespace) -> Wanted:
     from cannopy.errors import OptionError
 
     older = 0.0 if args.all else args.older_than_days
-    wanted = Wanted(older, args.unused_days, args.max_size, args.stale, args.bad, args.keep)
+    wanted = Wanted(older, args.unused_days, args.max_size, args.stale, args.bad, args.keep, args.old_weights)
     if wanted == Wanted(keep=args.keep):
         raise OptionError("prune removes nothing unless it is told what", "cannopy cache prune --unused-days 30, "
                           "--max-size 20GB, --stale, --bad or --all; with --dry-run to see what would go")
@@ -233,12 +239,13 @@ def _print_entries(args: argparse.Namespace, entries: Sequence[Entry]) -> int:
     if not entries:
         print("no entries")
         return 0
-    rows = [["entry", "phase", "made", "size", "hits", "last hit", "state"]]
+    rows = [["entry", "phase", "made", "size", "weights", "hits", "last hit", "state"]]
     for e in entries:
         state = e.problem or ("in use" if e.in_use else "ok")
         used = _ago(e.used) if e.hits else "-"
-        rows.append([e.path.name, e.phase or "-", _ago(e.created), _bytes(e.bytes), str(e.hits), used, state])
-    widths = [max(len(row[i]) for row in rows) for i in range(6)]
+        rows.append([e.path.name, e.phase or "-", _ago(e.created), _bytes(e.bytes),
+                     _bytes(e.weight_bytes) if e.weight_sets else "-", str(e.hits), used, state])
+    widths = [max(len(row[i]) for row in rows) for i in range(7)]
     screen = console(args)
     for row in rows:  # a name stays on one line, however narrow the screen is
         line = "  ".join(text.ljust(width) for text, width in zip(row, [*widths, 0], strict=True))
@@ -249,7 +256,8 @@ def _print_entries(args: argparse.Namespace, entries: Sequence[Entry]) -> int:
 
 
 def _plain(entry: Entry) -> dict[str, Any]:
-    names = ("model_class", "method", "phase", "key", "bytes", "created", "used", "hits", "in_use", "problem")
+    names = ("model_class", "method", "phase", "key", "bytes", "created", "used", "hits", "in_use", "problem",
+             "weight_sets", "weight_bytes")
     return {"path": str(entry.path)} | {name: getattr(entry, name) for name in names}
 
 

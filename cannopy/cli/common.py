@@ -150,6 +150,8 @@ def add_model_arguments(parser: argparse.ArgumentParser, phases: Sequence[str] =
     group.add_argument("--no-regions", action="store_true", help="capture all layers, also those that are alike")
     group.add_argument("--cache-dir", type=Path, metavar="DIR", help="compile cache (~/.cache/cannopy)")
     group.add_argument("--no-cache", action="store_true", help="neither read nor write the compile cache")
+    group.add_argument("--keep-weights", action="store_true",
+                       help="keep derived weights beside the cache entry, and map them at the next start")
 
 
 def add_pipeline_arguments(group: argparse._ArgumentGroup) -> None:
@@ -191,6 +193,7 @@ def options_of(args: argparse.Namespace, **more: Any) -> Options:
         target=args.target,
         cache_dir=args.cache_dir,
         use_cache=not args.no_cache,
+        keep_weights=args.keep_weights,
         fusions=dict(args.fusion),
         block_size=args.block_size,
         pipeline=args.pipeline,

@@ -101,7 +101,7 @@ def compile_phase(args: argparse.Namespace, dump_dir: Path | None = None, use_ca
     import cannopy
 
     if use_cache is not None:
-        options = replace(options, use_cache=use_cache)
+        options = replace(options, use_cache=use_cache, keep_weights=options.keep_weights and use_cache)
     screen = console(args)
     for note in loaded.notes:
         screen.print(note, style="dim")

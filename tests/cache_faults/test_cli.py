@@ -54,7 +54,7 @@ def test_ls(run: Run, two: list[str]) -> None:
     code, text = run("ls")
     assert code == 0
     lines = text.splitlines()
-    assert lines[0].split()[:5] == ["entry", "phase", "made", "size", "hits"]
+    assert lines[0].split()[:6] == ["entry", "phase", "made", "size", "weights", "hits"]
     assert lines[1].startswith(two[1])
     assert "decode" in lines[1]
     assert "40 d ago" in lines[2]

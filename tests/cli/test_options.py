@@ -22,7 +22,7 @@ VARIANTS = {
 }
 NOT_IN_TEXT = {"cache_dir": Path("/x"), "use_cache": False, "dump_dir": Path("/x"), "verify": False,
                "rules": (Path("/x"),), "plan": Path("/x"), "cache_timeout": 5.0, "ranks": (0, 1),
-               "group_timeout": 5.0}
+               "group_timeout": 5.0, "keep_weights": True}
 WITH_PARALLEL = {"rank": 3}
 
 
@@ -64,6 +64,7 @@ def test_round_trip():
         ({"block_size": True}, "found True"),
         ({"cache_timeout": -1}, "cache_timeout: expected seconds from 0, found -1"),
         ({"group_timeout": 0}, "group_timeout: expected seconds above 0, found 0"),
+        ({"keep_weights": True, "use_cache": False}, "keep_weights: there is no cache to keep them in"),
         ({"rank": 1}, "rank: 1 is given without parallel"),
         ({"parallel": 4}, "expected sizes such as ep=4,dp=4, found 4"),
         ({"parallel": "absent.yaml"}, "cannot read the sizes of the groups from absent.yaml"),

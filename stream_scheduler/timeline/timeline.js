@@ -95,7 +95,7 @@ function drawPanel(panel, colour) {
   }
   run.kernels.forEach((k) => seen(k[START], k[END]) && drawKernel(c, colour, k, place, x));
   for (const [s, , a, b] of run.frames) {
-    if (!seen(a, b)) continue;
+    if (!seen(a, b) || x(b) - x(a) < 8) continue;  // from afar, frames would hide what is in them
     c.strokeStyle = colour.frame;
     c.lineWidth = 1.5;
     c.strokeRect(x(a) - 1, place.lanes[s].y - 2, x(b) - x(a) + 2, LANE + 4);
@@ -109,6 +109,14 @@ function drawPanel(panel, colour) {
   }
   c.restore();
   drawNames(c, colour, run, place);
+}
+
+// As much of `words` as `room` pixels hold; what is cut off ends in an ellipsis.
+function fitting(c, words, room) {
+  if (c.measureText(words).width <= room) return words;
+  let end = words.length - 1;
+  while (end > 1 && c.measureText(words.slice(0, end) + "…").width > room) end -= 1;
+  return words.slice(0, end) + "…";
 }
 
 function drawKernel(c, colour, k, place, x) {
@@ -126,17 +134,15 @@ function drawKernel(c, colour, k, place, x) {
     c.lineWidth = 2;
     c.strokeRect(left + 1, y + 1, Math.max(1, width - 2), LANE - 2);
   }
-  if (width > 26) {
-    c.save();
-    c.beginPath();
-    c.rect(left, y, width - 2, LANE);
-    c.clip();
+  const from = Math.max(left, LEFT), room = Math.min(left + width, c.canvas.clientWidth) - from - 6;
+  if (room > 24) {
     c.fillStyle = colour.text;
-    c.fillText(short(text(k[LABEL])), left + 4, y + LANE / 2 - 5);
+    c.fillText(fitting(c, short(text(k[LABEL])), room), from + 4, y + LANE / 2 - 5);
     c.font = "10px system-ui, sans-serif";
-    c.fillText(`${(k[END] - k[START]).toFixed(1)} ${text(k[LIMIT])}`, left + 4, y + LANE / 2 + 6);
+    const us = (k[END] - k[START]).toFixed(1);
+    const whole = [`${us} ${text(k[LIMIT])}`, us].find((words) => c.measureText(words).width <= room);
+    if (whole) c.fillText(whole, from + 4, y + LANE / 2 + 6);
     c.font = "12px system-ui, sans-serif";
-    c.restore();
   }
   c.globalAlpha = 1;
 }
@@ -180,13 +186,14 @@ function drawAxis(c, colour, x, start, width, height) {
     c.moveTo(x(t), AXIS - 4);
     c.lineTo(x(t), height);
     c.stroke();
-    c.fillText(`${+t.toFixed(3)} µs`, x(t) + 3, 8);
+    const label = `${+t.toFixed(3)} µs`;
+    if (x(t) + 3 + c.measureText(label).width <= width) c.fillText(label, x(t) + 3, 8);
   }
 }
 
 function drawNames(c, colour, run, place) {
   c.fillStyle = colour.ink;
-  place.lanes.forEach(({ name, y }) => c.fillText(name.slice(0, 14), 0, y + LANE / 2));
+  place.lanes.forEach(({ name, y }) => c.fillText(fitting(c, name, LEFT - 6), 0, y + LANE / 2));
   if (place.fetch >= 0) c.fillText("prefetch", 0, place.fetch + FETCH / 2);
   c.fillStyle = colour.dim;
   const { cube, vector, hbm } = data.machine;
@@ -302,7 +309,7 @@ function addControls() {
   select.append(new Option("all", ""));
   [...layers().keys()].sort((a, b) => a - b).forEach((n) => select.append(new Option(String(n), String(n))));
   select.addEventListener("change", () => (select.value === "" ? showWhole() : showLayer(Number(select.value))));
-  document.getElementById("whole").addEventListener("click", showWhole);
+  document.getElementById("whole-step").addEventListener("click", showWhole);
   document.getElementById("in").addEventListener("click", () => zoom(0.6, 0.5));
   document.getElementById("out").addEventListener("click", () => zoom(1 / 0.6, 0.5));
   document.getElementById("find").addEventListener("input", (e) => {

@@ -197,6 +197,17 @@ def test_a_browser_draws_bounds_waits_and_prefetch(page: Path, tmp_path: Path, d
     assert colours[paper] > 10_000
 
 
+@pytest.mark.slow
+def test_an_address_shows_the_whole_step_from_the_top(page: Path) -> None:
+    script = ("<script>requestAnimationFrame(() => { document.body.dataset.probe = JSON.stringify([window.scrollY, "
+              "document.activeElement.tagName, document.getElementById('layer').value, view.starts]); });</script>")
+    probed = page.with_name("probe whole.html")
+    probed.write_text(page.read_text(encoding="utf-8").replace("</body>", script + "</body>"), encoding="utf-8")
+    shown = browser.dom(probed, "whole", 400)
+    found = json.loads(html.unescape(shown.split('data-probe="')[1].split('"')[0]))
+    assert found == [0, "BODY", "", [0, 0]]
+
+
 def test_an_address_opens_the_page_at_a_kernel(page: Path) -> None:
     shown = browser.dom(page, "run=automatic&kernel=0.c")
     card = shown.split('id="card"')[1].split("</div>")[0]

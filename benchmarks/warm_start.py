@@ -65,7 +65,7 @@ def watch() -> dict[str, float]:
     return parts
 
 
-def child(layers: int, cache_dir: Path, pipeline: str | None) -> dict[str, Any]:
+def child(layers: int, cache_dir: Path, pipeline: str | None, keep: bool) -> dict[str, Any]:
     """One compilation, hit or miss, and two calls."""
     import cannopy.api  # cannopy loads it on first use
     from benchmarks.layers import decode
@@ -78,7 +78,7 @@ def child(layers: int, cache_dir: Path, pipeline: str | None) -> dict[str, Any]:
     parts = watch()
     start = time.process_time()
     chosen = {} if pipeline is None else {"pipeline": pipeline}
-    options = cannopy.Options(phase="decode", cache_dir=cache_dir, **chosen)
+    options = cannopy.Options(phase="decode", cache_dir=cache_dir, keep_weights=keep, **chosen)
     compiled = cannopy.compile(model, "forward", (), call, options)
     ready = time.process_time()
     compiled(**call)
@@ -91,15 +91,23 @@ def child(layers: int, cache_dir: Path, pipeline: str | None) -> dict[str, Any]:
         "total": first - start,
         "steady": time.process_time() - first,
         "parts": parts,
+        "own memory": own_memory(),
         "weights": compiled.report.weights,
         "bytes": sum(p.stat().st_size for p in cache_dir.rglob("*") if p.is_file()),
     }
 
 
-def run(layers: int, cache_dir: Path, pipeline: str | None) -> dict[str, Any]:
+def own_memory() -> int:
+    """Bytes of this process that no other can share and no file can give back."""
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    return 1024 * sum(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Private_Dirty:"))
+
+
+def run(layers: int, cache_dir: Path, pipeline: str | None, keep: bool) -> dict[str, Any]:
     """`child` in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.warm_start", "--child", "--layers", str(layers)]
     command += ["--cache-dir", str(cache_dir), *([] if pipeline is None else ["--pipeline", pipeline])]
+    command += ["--keep-weights"] * keep
     done = subprocess.run(
         command, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
         stdout=subprocess.PIPE, check=True,
@@ -107,9 +115,9 @@ def run(layers: int, cache_dir: Path, pipeline: str | None) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def measure(layers: int, cache_dir: Path, pipeline: str | None = None) -> dict[str, Any]:
+def measure(layers: int, cache_dir: Path, pipeline: str | None = None, keep: bool = False) -> dict[str, Any]:
     """Cold (unless the folder has the entry) and warm, and what follows from them."""
-    cold, warm = run(layers, cache_dir, pipeline), run(layers, cache_dir, pipeline)
+    cold, warm = (run(layers, cache_dir, pipeline, keep) for _ in range(2))
     load = warm["total"] - warm["steady"]
     return {
         "layers": layers, "cold": cold, "warm": warm,
@@ -124,14 +132,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=61, help="layers of the model (61, as DeepSeek-V3.2)")
     parser.add_argument("--cache-dir", type=Path, help="a folder to keep; a temporary one if not given")
     parser.add_argument("--pipeline", help="stages of the compiler; the default ones if not given")
+    parser.add_argument("--keep-weights", action="store_true", help="keep results of the weight plan and map them")
     parser.add_argument("--json", action="store_true", help="figures as JSON")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        print(json.dumps(child(args.layers, args.cache_dir, args.pipeline)))
+        print(json.dumps(child(args.layers, args.cache_dir, args.pipeline, args.keep_weights)))
         return
     with tempfile.TemporaryDirectory() as folder:
-        result = measure(args.layers, args.cache_dir or Path(folder), args.pipeline)
+        result = measure(args.layers, args.cache_dir or Path(folder), args.pipeline, args.keep_weights)
     if args.json:
         print(json.dumps(result, indent=2))
         return
@@ -142,6 +151,7 @@ def main() -> None:
     print(f"  {'steady':10} {warm['steady']:8.3f} s   one call, part of both totals")
     print(f"warm start {result['warm start']:.2f} s, {result['without the weight plan']:.2f} s of it not weight plan")
     print(f"cold / warm {result['cold / warm']:.1f}   entry {warm['bytes'] / 1e6:.1f} MB   {warm['weights']}")
+    print(f"memory of the process alone: {warm['own memory'] / 1e6:.0f} MB")
 
 
 if __name__ == "__main__":

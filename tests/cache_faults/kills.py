@@ -60,6 +60,7 @@ class Fuzz:
         self.random = random.Random(seed)
         self.tally = Tally()
         self._hurt = ""
+        self._keep = False
         self._extra = root / "extra"
         self._extra.write_bytes(random.Random(0).randbytes(_EXTRA))
         self._artifacts = {f: _artifact(f) for f in FACTORS} if mode == "store" else {}
@@ -92,6 +93,7 @@ class Fuzz:
     def _prepare(self) -> None:
         """An empty cache, one with entries, or one with a damaged entry."""
         self._hurt = ""
+        self._keep = self.random.random() < 0.5
         choice = self.random.random()
         if choice < 0.5:
             shutil.rmtree(self.cache, ignore_errors=True)
@@ -154,7 +156,8 @@ class Fuzz:
     def _compile(self, factor: float, folder: Path | None = None) -> None:
         model = tiny()
         model.factor = factor
-        options = eager(self.cache) if self.mode == "eager" else BuildOptions(cache_dir=folder or self.cache)
+        options = BuildOptions("eager" if self.mode == "eager" else "torchair", cache_dir=folder or self.cache,
+                               keep_weights=self._keep)
         compiled, x, cache = compile_tiny(model, options)
         check_same_as_eager(compiled, model, x, cache)
 

@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from cannopy.fusion_rules.engine.match import Match, Matcher, is_one_of, nearest
 from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Literal, Op, Pattern, Through
 from cannopy.fusion_rules.engine.record import Hit, Log, Miss, source_text
-from cannopy.fusion_rules.engine.rule import NEVER, Context, Refusal, Rule
+from cannopy.fusion_rules.engine.rule import NEVER, SILENT, Context, Refusal, Rule
 from cannopy.fusion_rules.engine.stop import Stop, describe, short, size_of
 from cannopy.fx_passes import order
 from cannopy.fx_passes.graph import aten, is_call, where
@@ -132,7 +132,8 @@ def _around(variants: list[Rule], core: Match, log: Log) -> None:
     for _ in range(LEVELS):
         level = [u for n in level for u in n.users if u.op == "call_function" and u not in seen]
         seen.update(level)
-        for node, rule in ((n, r) for n in level for r in variants if is_one_of(n.target, r.anchors)):
+        for node, rule in ((n, r) for n in level for r in variants
+                           if r.near != SILENT and is_one_of(n.target, r.anchors)):
             matcher = Matcher(rule.pattern)
             if matcher.match(node) is None and matcher.stop is not None:
                 stop = nearest(rule.pattern, node, matcher.stop)

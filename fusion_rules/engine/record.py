@@ -96,7 +96,7 @@ class Log:
     """What rules did: applied and nearly applied.
 
     Attempts of one rule that have an operation in common are one place; the furthest one stands for it, and none
-    where the rule was applied.
+    where the rule was applied. Of whole forms that a check refused, the longest stands for those inside it.
     """
 
     hits: list[Hit] = field(default_factory=list)
@@ -139,19 +139,19 @@ class Log:
         refused: set[tuple[str, int | None, str, str]] = set()
         order = sorted(range(len(self.attempts)), key=lambda i: self.attempts[i].rank)
         kept: list[int] = []
-        told: list[Miss] = []
+        told: list[tuple[str, set[str]]] = []
         for i in order:
             miss = self.attempts[i]
             anchor, reason = (miss.rule, miss.anchor), (miss.rule, miss.layer, miss.node, miss.reason)
             mine = {anchor, *((miss.rule, name) for name in miss.nodes)}
             if miss.whole:
-                inside = any(m.whole and m.rule == miss.rule and set(miss.nodes) < set(m.nodes) for m in told)
+                inside = any(rule == miss.rule and nodes.issuperset(miss.nodes) for rule, nodes in told)
                 new = reason not in refused and anchor not in longer and not inside
             else:
                 new = mine.isdisjoint(taken)
             if new and not _settled(miss, applied):
                 kept.append(i)
-                told.append(miss)
+                told += [(miss.rule, set(miss.nodes))] if miss.whole and new else []
                 refused.add(reason)
                 taken |= mine
                 longer |= set() if miss.whole else mine

@@ -54,6 +54,8 @@ Rewrite = Callable[[Match, Context], None]
 
 NEVER = 1_000
 """As `Rule.near`: no failed match of the rule is worth a report, unless it has the operation of the core."""
+SILENT = 10_000
+"""As `Rule.near`: no failed match is worth a report at all; another rule of the same name tells what it lacks."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import fx
 
 from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Alt, Any, Literal, Number, Through, op
-from cannopy.fusion_rules.engine.rule import NEVER, Context, Refusal, Rule
+from cannopy.fusion_rules.engine.rule import SILENT, Context, Refusal, Rule
 from cannopy.fusion_rules.engine.spellings import CAST
 from cannopy.fusion_rules.engine.stop import describe
 from cannopy.fx_passes.graph import aten, dtype, shape
@@ -55,8 +55,9 @@ def check(match: Match, ctx: Context) -> Refusal | None:
     if isinstance(mask, fx.Node) and not dtype(mask).is_floating_point:
         return added_refusal(mask)
     if mask is not None and (not isinstance(mask, fx.Node) or len(shape(mask)) != 4):
-        return Refusal("what is added to the scores is not a mask over [B, N, S, T]",
-                       mask if isinstance(mask, fx.Node) else match["scaled"], "mask", f"a mask that broadcasts to {[*q[:3], k[2]]}", describe(mask),
+        place = mask if isinstance(mask, fx.Node) else match["scaled"]
+        return Refusal("what is added to the scores is not a mask over [B, N, S, T]", place, "mask",
+                       f"a mask that broadcasts to {[*q[:3], k[2]]}", describe(mask),
                        "give the mask four dims, [B or 1, N or 1, S, T]")
     if mask is not None and any(m not in (1, s) for m, s in zip(shape(mask), (*q[:3], k[2]), strict=True)):
         return Refusal(f"mask {list(shape(mask))} does not broadcast to the scores", mask, "mask",
@@ -67,7 +68,8 @@ def check(match: Match, ctx: Context) -> Refusal | None:
 
 def added_refusal(mask: fx.Node) -> Refusal:
     """The refusal of a ``mask`` that is added and of no floating-point dtype."""
-    return Refusal(f"a {describe(dtype(mask))} mask is added to the scores: True adds 1 and hides nothing", mask, "mask",
+    kind = describe(dtype(mask))
+    return Refusal(f"a mask of {kind} is added to the scores: it hides no key, True adds 1", mask, "mask",
                    "a floating-point mask that is added, or a bool one that fills", describe(mask),
                    "hide keys with scores.masked_fill(hidden, float('-inf'))")
 
@@ -88,6 +90,6 @@ RULE = Rule(
     pattern=PATTERN,
     check=check,
     rewrite=rewrite,
-    near=NEVER,
+    near=SILENT,
 )
 """What comes near is told by the rule for any spelling."""

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from cannopy.fusion_rules.engine.match import Match
-from cannopy.fusion_rules.engine.pattern import Any, Literal, Op, Through, op
+from cannopy.fusion_rules.engine.pattern import Any, Literal, Number, Op, Through, op
 from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
 from cannopy.fusion_rules.engine.spellings import CAST, RESHAPE
 from cannopy.fusion_rules.engine.stop import describe, short
@@ -26,7 +26,7 @@ from cannopy.fx_passes.graph import aten, dtype, is_call, shape, truncates
 from cannopy.fx_passes.normalise.constants import constant
 
 PRODUCT = (aten.matmul.default, aten.bmm.default)
-WEIGHTS = op(aten._softmax.default, Any("scores"), Literal(-1), Literal(False), name="softmax")
+WEIGHTS = op(aten._softmax.default, Any("scores"), Number("dim"), Literal(False), name="softmax")
 
 
 def _flat(scores: object) -> str | None:
@@ -34,7 +34,8 @@ def _flat(scores: object) -> str | None:
     return None if isinstance(scores, fx.Node) and len(shape(scores)) == 4 else describe(scores)
 
 
-SOFTMAX = op(aten._softmax.default, Any("scores", where=_flat, wants="scores [B, N, S, T]"), Literal(-1), Literal(False))
+SOFTMAX = op(aten._softmax.default, Any("scores", where=_flat, wants="scores [B, N, S, T]"), Literal(-1),
+             Literal(False))
 PATTERN = Op(PRODUCT, (Through(WEIGHTS, over=(*CAST, *MOVES), name="weights"), Any("values")))
 
 
@@ -87,6 +88,9 @@ class Written:
 def _written(match: Match) -> Written | Refusal:
     softmax, anchor = match["softmax"], match.anchor
     size = shape(softmax)
+    if match["dim"] not in (-1, len(size) - 1):
+        return Refusal(f"the softmax is over dim {match['dim']}, not over the keys", softmax, "constant",
+                       "the last dim, -1", str(match["dim"]), "take the softmax over the last dim: softmax(-1)")
     mask, scale, scores, product = _scores(match["scores"])
     if not is_call(product, *PRODUCT):
         return _no_product(product)
@@ -148,7 +152,8 @@ def _no_product(node: fx.Node) -> Refusal:
         remedy = "hide keys with scores.masked_fill(hidden, float('-inf'))"
     elif is_call(node, aten.mul.Tensor, aten.div.Tensor):
         what, expected = f"they are scaled by {describe(node.args[1])}", "a finite number as factor"
-        remedy = "scale the queries by it instead"
+        number = not isinstance(node.args[1], fx.Node)
+        remedy = "scale by a finite number that is not 0" if number else "scale the queries by it instead"
     return Refusal(f"the scores are not a product of queries and keys: {what}", node, "operation", expected,
                    describe(node), remedy or f"leave out {short(node.target)}: the fused attention has nothing like it")
 

@@ -23,7 +23,9 @@ def _float32(value: object) -> str | None:
 
 WIDE = Any("wide", where=_float32, wants="float32 inside the norm")
 
-MEAN = op(aten.mean.dim, op(aten.pow.Tensor_Scalar, WIDE, Number(equal=2)), Items((Number("dim"),)), Literal(True))
+MEAN = op(aten.mean.dim, op(aten.pow.Tensor_Scalar, Any("wide"), Number(equal=2)), Items((Number("dim"),)),
+          Literal(True))
+"""What makes a norm recognisable whose root or quotient is another one."""
 
 FACTOR = op(aten.rsqrt.default, Alt((op(aten.add.Tensor, MEAN, Number("eps")), MEAN)))
 """1 / rms: what makes a norm recognisable where it is not used as one."""
@@ -113,8 +115,8 @@ RULES = tuple(
         check=check,
         rewrite=rewrite,
         near=4,
-        core=FACTOR if pattern is NORMED else NORMED,
+        core=core,
     )
-    for pattern in (GAMMA_FIRST, ROUNDED_FIRST, ROUNDED, NORMED)
+    for pattern, core in ((GAMMA_FIRST, NORMED), (ROUNDED_FIRST, NORMED), (ROUNDED, MEAN), (NORMED, FACTOR))
 )
 """With gamma first: the forms without are part of them."""

@@ -11,17 +11,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
+import torch
 from torch import fx
 
 from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.rule import Context, Refusal
 from cannopy.fusion_rules.engine.stop import describe
 from cannopy.fx_passes.affine import Causal, causal
-from cannopy.fx_passes.graph import aten, is_call, shape
+from cannopy.fx_passes.graph import aten, dtype, is_call, shape
 from cannopy.fx_passes.packed import Packed, packed
 from cannopy.fx_passes.strides import View, view
 
 SWAP = [0, 2, 1, 3]
+NAN_UNSEEN = 7
+"""Place of that argument of `cannopy::attention`, which only attention that is written out has."""
 Visible = Causal | Packed | None
 """Which keys a query sees: those up to its own position, those of its own prompt up to itself, or all (None)."""
 
@@ -40,7 +43,27 @@ def visible(match: Match) -> Visible | Refusal:
     if isinstance(reason, str):
         return Refusal(reason, mask, "mask", "a mask that is causal by position", describe(mask),
                        "leave the causal mask to the model: no padding, sliding window, bias or other mask on top")
-    return (unseen(reason, mask, queries, keys) if isinstance(reason, Causal) else None) or reason
+    if isinstance(reason, Causal):
+        return unseen(reason, mask, queries, keys) or without_keys(reason, match.anchor) or reason
+    return reason
+
+
+def without_keys(past: Causal, attention: fx.Node) -> Refusal | None:
+    """The refusal of lengths that may leave a query of ``attention`` without a key, where that does not give zeros.
+
+    The fused operators give zeros for such a query, and so does PyTorch's attention with a bool mask. A softmax over
+    -inf is NaN, one over lowest numbers gives the mean of all values. Positions, of which each shows its own key, are
+    taken to be 0 or more.
+    """
+    mask = cast(fx.Node, attention.args[3])
+    zeros = dtype(mask) == torch.bool and len(attention.args) < NAN_UNSEEN + 1
+    if zeros or past.symbol is None or past.const >= 0:
+        return None
+    low = f"a length below {-past.const}"
+    return Refusal(f"{low} leaves a query without a key, for which the model computes NaN or a mean of all values and "
+                   "the fused attention zeros", mask, "mask", "key <= position, which shows each query its own key",
+                   f"key < length ({past.symbol.name})", "compare keys with positions, or call "
+                   "F.scaled_dot_product_attention with a bool mask, which gives zeros there")
 
 
 def unseen(past: Causal, mask: fx.Node, queries: int, keys: int) -> Refusal | None:

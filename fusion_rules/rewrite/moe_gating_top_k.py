@@ -21,7 +21,7 @@ from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Literal, Number, Op, Pattern, Through, op
 from cannopy.fusion_rules.engine.rule import NEVER, Context, Refusal, Rule
 from cannopy.fusion_rules.engine.spellings import CAST, arguments
-from cannopy.fusion_rules.engine.stop import describe
+from cannopy.fusion_rules.engine.stop import describe, short
 from cannopy.fx_passes.graph import aten, dtype, is_call, shape, where
 from cannopy.fx_passes.program import Program
 from cannopy.fx_passes.weight_plan import derived, least
@@ -93,6 +93,20 @@ PICKED = op(aten.gather.default, Any("gathered"), Number("gather_dim"), IDS, res
 VALUES = op(operator.getitem, TOPK, Literal(0))
 TOTAL = op(aten.sum.dim_IntList, Any("picked"), Items((Number("sum_dim"),)), Literal(True))
 NORMED = op(aten.div.Tensor, PICKED, Alt((op(aten.add.Tensor, TOTAL, Number("eps"), commutative=True), TOTAL)))
+
+BEST_LOGITS = op(aten.topk.default, Any("choice"), Number("k"), rest=True, name="topk")
+BEHIND = op(
+    (aten._softmax.default, aten.sigmoid.default),
+    Through(Alt((
+        op(operator.getitem, BEST_LOGITS, Literal(0)),
+        op(aten.gather.default, Any("gathered"), Number("gather_dim"), op(operator.getitem, BEST_LOGITS, Literal(1)),
+           rest=True),
+    )), over=(*CAST, aten.mul.Tensor, aten.div.Tensor)),
+    rest=True,
+)
+"""The scores of the chosen experts only."""
+OTHERWISE = op(aten.gather.default, SCORES, Any(), op(operator.getitem, BEST_LOGITS, Literal(1)), rest=True)
+"""The scores of experts that are chosen by something else."""
 
 
 def _last(node: fx.Node, dim: object) -> bool:
@@ -281,6 +295,23 @@ def _rewrite(match: Match, context: Context) -> None:
             editor.replace(reader, wide)
 
 
+def _chosen_first(match: Match, context: Context) -> Refusal:
+    """The op scores all experts; where the choice comes first, there is nothing to fuse."""
+    name = short(match.anchor.target)
+    return Refusal(f"{name} is taken of the chosen logits, the op scores all experts before it chooses", match.anchor,
+                   "operation", f"{name} over all experts, then the top-k", f"the top-k, then {name}",
+                   "score all experts, choose, and divide by the sum of the chosen scores: for a softmax the same "
+                   "weights, in a form that has a fused op")
+
+
+def _otherwise(match: Match, context: Context) -> Refusal:
+    """The op chooses by the scores that it returns, after a bias and a mask of groups."""
+    choice = match["choice"]
+    return Refusal(f"the experts are chosen by {describe(choice)}, the op chooses by scores and a bias", choice,
+                   "operation", "scores, scores + bias, or -inf in place of those of dropped groups", describe(choice),
+                   "choose with torch.topk(scores + bias, k)")
+
+
 def _rule(equation: str, weights: Pattern, normed: bool, near: int = 6) -> Rule:
     core = None if near == NEVER else TOPK
     return Rule(NAME, equation, weights, _rewrite, _checks(normed), "npu_moe_gating_top_k", near, core)
@@ -297,6 +328,9 @@ RULES = (
     _rule("softmax(x)[ids]  →  npu_moe_gating_top_k(norm_type=0)", PICKED, False),
     _rule("topk(softmax(x)) · f  →  npu_moe_gating_top_k(norm_type=0)", _scaled(VALUES), False, NEVER),
     _rule("topk(softmax(x))  →  npu_moe_gating_top_k(norm_type=0)", VALUES, False, NEVER),
+    Rule(NAME, "topk(softmax(x))  →  npu_moe_gating_top_k(norm_type=0)", BEHIND, _rewrite, _chosen_first, near=NEVER),
+    Rule(NAME, "softmax(x)[ids]  →  npu_moe_gating_top_k(norm_type=0)", OTHERWISE, _rewrite, _otherwise, near=NEVER),
 )
-"""With the scaling factor first: the shorter form is part of the longer one. The last two have no near misses: the ids
-of a top-k are none of its values."""
+"""With the scaling factor first: the shorter form is part of the longer one. The forms of the
+values have no near misses: the ids of a top-k are none of its values. The last two match what is none of the forms and
+say why."""

@@ -21,7 +21,7 @@ from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
 from cannopy.fusion_rules.engine.spellings import CAST, RESHAPE, SWAP_HEADS, computed_weight, wrong_shape
 from cannopy.fusion_rules.engine.stop import describe
 from cannopy.fusion_rules.rewrite import lightning_indexer, positions
-from cannopy.fusion_rules.rewrite.attention_operands import unseen
+from cannopy.fusion_rules.rewrite.attention_operands import unseen, without_keys
 from cannopy.fx_passes.affine import Causal, causal, very_negative
 from cannopy.fx_passes.graph import aten, dtype, shape
 from cannopy.fx_passes.weight_plan import derived, preview, why_not_weight
@@ -107,7 +107,7 @@ def _masks(match: Match) -> Causal | Refusal:
                        "one causal mask for both", "two masks", "give the indexer the mask of the attention")
     past = found[0]
     assert isinstance(past, Causal)
-    return unseen(past, match["attention_mask"], s["S"], s["L"]) or past
+    return unseen(past, match["attention_mask"], s["S"], s["L"]) or without_keys(past, match.anchor) or past
 
 
 def _layout(match: Match) -> Refusal | None:

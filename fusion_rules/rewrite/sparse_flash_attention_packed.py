@@ -25,7 +25,7 @@ from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
 from cannopy.fusion_rules.engine.spellings import CAST, RESHAPE, computed_weight, wrong_shape
 from cannopy.fusion_rules.engine.stop import describe
 from cannopy.fusion_rules.rewrite import latent_attention, lightning_indexer, positions
-from cannopy.fusion_rules.rewrite.attention_operands import SWAP, Cache, cached, unseen
+from cannopy.fusion_rules.rewrite.attention_operands import SWAP, Cache, cached, unseen, without_keys
 from cannopy.fusion_rules.rewrite.latent_attention import Latent
 from cannopy.fusion_rules.rewrite.lightning_indexer import marked, widened
 from cannopy.fx_passes.affine import Causal, causal
@@ -124,7 +124,8 @@ def _shown(match: Match, name: str, queries: int, length: int) -> Causal | Packe
         return Refusal(past, mask, "mask", "a mask that is causal by position", describe(mask),
                        "leave the causal mask to the model: no padding, sliding window or other mask on top")
     by_request = past.by_request and len(shape(mask)) == 3
-    return past if by_request else unseen(past, mask, queries, length) or past
+    refusal = None if by_request else unseen(past, mask, queries, length)
+    return refusal or without_keys(past, match.anchor) or past
 
 
 def _keys(match: Match, ctx: Context, found: Latent, seen: Causal | Packed) -> Keys | Refusal:

@@ -12,6 +12,7 @@ from cannopy.backend.host import target
 from cannopy.backend.host.activate import activate
 from cannopy.fusion_rules import catalog, dialect
 from cannopy.fusion_rules.engine.record import Log
+from cannopy.fusion_rules.engine.stop import short
 from cannopy.fusion_rules.rewrite import fused_infer_attention
 from cannopy.fx_passes import normalise
 from cannopy.fx_passes.program import Program
@@ -191,6 +192,113 @@ def _one_set_of_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The mask makes scores of every request from those of the first."""
     hidden = torch.arange(S) > torch.arange(S)[:, None] + torch.arange(B)[:, None, None, None]
     return torch.where(hidden, INF, _scores(q[:1], k[:1])).softmax(-1) @ v
+
+
+def _softcap(scores: Tensor) -> Tensor:
+    return torch.tanh(scores / 30) * 30
+
+
+def _per_head(scores: Tensor) -> Tensor:
+    return scores * torch.linspace(0.5, 1.0, N, dtype=scores.dtype)[:, None, None]
+
+
+def _bool_added(scores: Tensor) -> Tensor:
+    return scores + _seen()
+
+
+PRODUCT = "the scores are not a product of queries and keys: "
+STOPS: dict[str, tuple[Callable[[Tensor], Tensor], int, str, str]] = {
+    # name: (what becomes of the scores, dim of the softmax, operation that is named, reason)
+    "softcap": (_softcap, -1, "aten.tanh", f"{PRODUCT}found aten.tanh"),
+    "softcap and mask": (lambda s: _masked(_softcap(s)), -1, "aten.tanh", f"{PRODUCT}found aten.tanh"),
+    "factor per head": (_per_head, -1, "aten.mul", f"{PRODUCT}they are scaled by aten."),
+    "factor per head and mask": (lambda s: _masked(_per_head(s)), -1, "aten.mul", f"{PRODUCT}they are scaled by aten."),
+    "factor 0": (lambda s: s * 0.0, -1, "aten.mul", f"{PRODUCT}they are scaled by 0.0"),
+    "bool added": (_bool_added, -1, "aten.ge", "a mask of bool is added to the scores"),
+    "filled with 0": (lambda s: s.masked_fill(~_seen(), 0.0), -1, "aten.masked_fill", f"{PRODUCT}hidden keys get the"),
+    "filled with -1e4": (lambda s: torch.where(_seen(), s, -1e4), -1, "aten.where",
+                         f"{PRODUCT}hidden keys get the score -10000"),
+    "two masks": (lambda s: _masked(s).masked_fill(_seen().flip(0), -1e38), -1, "aten.masked_fill",
+                  f"{PRODUCT}a second mask"),
+    "softmax over queries": (_masked, -2, "aten._softmax", "the softmax is over dim -2, not over the keys"),
+}
+
+
+def _spelled(spelling: str, change: Callable[[Tensor], Tensor], dim: int) -> Form:
+    def form(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if spelling == "einsum":
+            scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * SCALE
+            return torch.einsum("bhqk,bkhd->bqhd", change(scores).softmax(dim), v)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return (change(_scores(q, k)).softmax(dim) @ v).transpose(1, 2)
+
+    return form
+
+
+@pytest.mark.parametrize("spelling", ["matmul", "einsum"])
+@pytest.mark.parametrize("name", STOPS)
+def test_the_operation_that_stops_it_is_named_once(name: str, spelling: str) -> None:
+    change, dim, operation, reason = STOPS[name]
+    form = _spelled(spelling, change, dim)
+    program, log = _fused(form, TOKENS_FIRST)
+    (miss,) = [m for m in log.misses if m.rule == "lift_attention"]
+    assert miss.reason.startswith(reason), miss.reason
+    (node,) = [n for n in program.gm.graph.nodes if n.name == miss.node]
+    assert short(node.target) == operation
+    assert log.hits == []
+    _agrees(form, program, TOKENS_FIRST)
+
+
+def _hidden(rows: int) -> Tensor:
+    """A lower triangle of each request, of the last one without its first ``rows`` keys: padding on the left."""
+    shown = _seen().expand(B, 1, S, S).clone()
+    shown[-1, ..., :rows] = False
+    return ~shown
+
+
+@pytest.mark.parametrize("fill", [INF, torch.finfo(torch.bfloat16).min, -1e30])
+@pytest.mark.parametrize("spelling", ["fill", "add"])
+def test_a_query_without_keys_gives_what_the_softmax_gives(fill: float, spelling: str) -> None:
+    def form(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+        scores = _scores(q, k)
+        if spelling == "add":
+            return (scores + torch.zeros(B, 1, S, S, dtype=q.dtype).masked_fill(hidden, fill)).softmax(-1) @ v
+        return scores.masked_fill(hidden, fill).softmax(-1) @ v
+
+    inputs = (*MANY, _hidden(3))
+    program = program_of(form, *inputs)
+    normalise.run(program)
+    assert fuse(program, (*catalog.LIFT, fused_infer_attention.RULE)).counts() == {"lift_attention": 1}
+    found, plain = run(program, *inputs)[0][0], form(*inputs)
+    exact = form(*(x.double() for x in MANY), inputs[3])
+    assert torch.equal(found.isnan(), plain.isnan())
+    assert bool(plain.isnan().any()) is (fill == INF)
+    assert _error(found.nan_to_num(), exact.nan_to_num()) <= _error(plain.nan_to_num(), exact.nan_to_num())
+
+
+@pytest.mark.parametrize("spelling", ["fill", "add"])
+def test_lengths_that_may_hide_every_key_are_refused(spelling: str) -> None:
+    """For a request of length 0 the fused op gives zeros, a softmax a mean or NaN; a position shows its own key."""
+    lengths = torch.tensor([0, 5])
+
+    def form(step: int) -> Callable[..., Tensor]:
+        def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+            shown = torch.arange(S) < (lengths + step)[:, None, None, None]
+            lowest = torch.finfo(torch.bfloat16).min
+            if spelling == "add":
+                return (_scores(q, k) + torch.where(shown, 0.0, lowest).to(q.dtype)).softmax(-1) @ v
+            return _scores(q, k).masked_fill(~shown, lowest).softmax(-1) @ v
+
+        return attend
+
+    inputs = (MANY[0][:, :, :1], *MANY[1:], lengths)
+    for step in (0, 1):
+        program, log = _fused(form(step), inputs)
+        assert log.counts() == {"lift_attention": 1} | ({FUSE: 1} if step else {})
+        assert any("a length below 1 leaves a query without a key" in m.reason for m in log.misses) is not bool(step)
+        exact = form(step)(*(x.double() for x in inputs[:3]), lengths)
+        plain = form(step)(*inputs)
+        assert _error(run(program, *inputs)[0][0], exact) <= 1.5 * _error(plain, exact)
 
 
 LIFT, FUSE = "lift_attention", "fused_infer_attention"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from cannopy.fusion_rules.engine.stop import short
 from cannopy.fusion_rules.rewrite.moe_gating_top_k import RULES
 from tests.rules.moe_support import Tensor, Traced, assert_refused, block, captured, tokens, trace
 
@@ -330,3 +331,39 @@ def test_fires_on_the_stock_router(dtype: torch.dtype, batch: int, length: int) 
     exact = x.double().reshape(-1, 64) @ gate.weight.double().T
     dense, _ = Router().exact(exact.detach(), gate.e_score_correction_bias)
     torch.testing.assert_close(spread(weights, ids).double(), dense, rtol=2e-6, atol=1e-12)
+
+
+def _values(logits: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+    values, ids = logits.topk(4, dim=-1)
+    return values.softmax(dim=-1), ids
+
+
+def _gathered(logits: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+    ids = (logits + bias).topk(4, dim=-1)[1]
+    return (logits.gather(1, ids) * 0.5).softmax(dim=-1), ids
+
+
+def _sigmoid(logits: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+    values, ids = logits.topk(4, dim=-1)
+    return values.sigmoid().bfloat16(), ids
+
+
+def _times(logits: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+    scores = logits.softmax(dim=-1)
+    ids = (scores * bias.exp()).topk(4, dim=-1)[1]
+    return scores.gather(1, ids), ids
+
+
+@pytest.mark.parametrize(("route", "node", "reason"), [
+    (_values, "aten._softmax", "aten._softmax is taken of the chosen logits"),
+    (_gathered, "aten._softmax", "aten._softmax is taken of the chosen logits"),
+    (_sigmoid, "aten.sigmoid", "aten.sigmoid is taken of the chosen logits"),
+    (_times, "aten.mul", "the experts are chosen by aten.mul float32[20, 16]"),
+])
+def test_scores_and_choice_in_another_order_are_told_of(route: Any, node: str, reason: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    before = trace(route, torch.randn((20, 16), generator=generator), torch.randn(16, generator=generator))
+    assert_refused(before, RULES, reason)
+    (miss,) = before.fused(RULES)[1].misses
+    (named,) = [n for n in before.program.gm.graph.nodes if n.name == miss.node]
+    assert short(named.target) == node

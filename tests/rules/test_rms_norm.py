@@ -184,3 +184,34 @@ def test_gamma_may_be_computed_or_missing(form: str) -> None:
     assert log.counts()["rms_norm"] == 1
     assert not log.misses
     torch.testing.assert_close(found, expected, rtol=ULP, atol=1e-6)
+
+
+ROOTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "root + c": lambda h: h / (torch.sqrt(h.pow(2).mean(-1, keepdim=True)) + 1e-5),
+    "inverse of root + c": lambda h: h * (1 / (torch.sqrt((h * h).mean(-1, keepdim=True)) + 1e-5)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ROOTS)
+def test_a_norm_that_adds_c_to_the_root_is_told_of(name: str, dtype: torch.dtype) -> None:
+    _, log, plain, rewritten = _fused(Norm(lambda w, n, x: w * ROOTS[name](x.to(dtype)).to(x.dtype)))
+    (miss,) = [m for m in log.misses if m.rule == "lift_rms_norm"]
+    assert "then expected aten.rsqrt" in miss.reason
+    assert "found aten.sqrt" in miss.reason
+    assert torch.equal(plain, rewritten)
+
+
+def test_a_refused_norm_is_told_of_once() -> None:
+    """The form with gamma has the one without inside it."""
+    def over_tokens(w: torch.Tensor, n: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return w * (wide * torch.rsqrt(wide.pow(2).mean(0, keepdim=True) + 1e-5)).to(x.dtype)
+
+    def fp32_sum(w: torch.Tensor, n: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float() + x.float()
+        return w * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+
+    for form, reason in ((over_tokens, "the mean is over dim 0"), (fp32_sum, "the norm mixes dtypes")):
+        _, log, _, _ = _fused(Norm(form))
+        assert [m.reason[:len(reason)] for m in log.misses if m.rule == "lift_rms_norm"] == [reason]

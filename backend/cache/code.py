@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import os
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 
+from cannopy.backend.cache.environment import Environment, is_environment
 from cannopy.backend.cache.text import LOADING, code_text, constant_text, digest, module_name
 
 Describe = Callable[[Any], str]
@@ -128,6 +128,14 @@ def function_text(f: types.FunctionType, describe: Describe) -> str:
     return digest(f"{code_text(f.__code__)}{cells}{defaults}{keywords}")
 
 
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 an empty one raises
+    except ValueError:
+        return False
+    return True
+
+
 def _held(f: types.FunctionType, value: Any, describe: Describe) -> str:
     """A value that `f` holds. Objects of installed code are told by type: they are as their version makes them."""
     text = constant_text(value) or reference_text(value)
@@ -152,6 +160,7 @@ class CodeWalk:
         self._seen: set[int] = set()
         self._queue: list[types.FunctionType] = []
         self._names_done: set[str] = set()
+        self.environment = Environment()
         self.loading: set[str] = set()
         """The names of `LOADING` that code uses which neither loads nor generates."""
         self.distributed = False
@@ -162,7 +171,8 @@ class CodeWalk:
     @property
     def items(self) -> dict[str, str]:
         """Name -> digest or value; a name that stands for several functions has all their digests."""
-        return {name: "+".join(sorted(texts)) for name, texts in sorted(self._found.items())}
+        found = {name: "+".join(sorted(texts)) for name, texts in self._found.items()}
+        return dict(sorted({**found, **self.environment.items()}.items()))
 
     def add(self, root: Any) -> None:
         """Follow `root`: a function, a method, a class (its ``forward``) or anything that wraps one."""
@@ -212,6 +222,8 @@ class CodeWalk:
         if name.rpartition(".")[2] in _NOT_NOTED or (installed and isinstance(value, dict)):
             return
         text = constant_text(value)
+        if not installed:
+            self.environment.note(value)
         if text is not None:
             self._found.setdefault(name, set()).add(text)
 
@@ -238,23 +250,18 @@ class CodeWalk:
                 self._reaches_distributed(f)
             self._global(f, n)
             self.add_name(n)
-        if not is_installed(f.__module__ or "", f.__code__.co_filename) and ("environ" in names or "getenv" in names):
-            self._environment(f.__code__)
+        if not is_installed(f.__module__ or "", f.__code__.co_filename):
+            held = [c.cell_contents for c in f.__closure__ or () if _is_filled(c)]
+            named = [f.__globals__[n] for n in names if n in f.__globals__]
+            defaults = [f.__defaults__, f.__kwdefaults__]
+            self.environment.code(f.__code__, iter([*named, *held, *defaults]))
+            self.environment.note([*held, *defaults])
 
     def _reaches_distributed(self, f: types.FunctionType) -> None:
         if f"{f.__module__}.".startswith(_OF_SHARDED_MODELS):
             self.distributed_if_sharded = True
         else:
             self.distributed = True
-
-    def _environment(self, code: types.CodeType) -> None:
-        """What the environment has under the names that stand in code which reads it."""
-        for constant in code.co_consts:
-            if isinstance(constant, types.CodeType):
-                self._environment(constant)
-            elif isinstance(constant, str) and constant.isidentifier():
-                value = os.environ.get(constant)
-                self._found.setdefault(f"environment {constant}", set()).add(constant_text(value) or "")
 
     def _global(self, f: types.FunctionType, name: str) -> None:
         if name not in f.__globals__:
@@ -281,7 +288,7 @@ class CodeWalk:
         held = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         for v in held:
             self._push(v)
-        if not installed and constant_text(value) is None:
+        if not installed and constant_text(value) is None and not is_environment(value):
             self._class(type(value))
             self._found.setdefault(name, set()).add(_held(f, value, self._describe))
 

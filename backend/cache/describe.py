@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from cannopy.backend.cache.code import of_distributed, reference_text, top_package
+from cannopy.backend.cache.environment import strings
 from cannopy.backend.cache.text import LOADING, VOLATILE, constant_text, digest, module_name, place
 
 _MODULE_PLUMBING = frozenset(
@@ -52,6 +53,7 @@ class Describer:
         self._unread = _MODULE_PLUMBING | VOLATILE | (LOADING - frozenset(read))
         self.classes: dict[type, None] = {}
         self.functions: list[Any] = []
+        self.strings: set[str] = set()
         self._met: dict[int, str] = {}
         self._alive: list[Any] = []
 
@@ -94,7 +96,10 @@ class Describer:
             return class_name(value)
         if isinstance(value, torch.nn.Module) and id(value) in self._tree:
             return f"module {class_name(type(value))}"
-        return None if type(value) is dict else constant_text(value)  # entry by entry, so that a miss names one
+        if type(value) is dict:
+            return None  # entry by entry, so that a miss names one
+        self.strings.update(strings(value))
+        return constant_text(value)
 
     def _inside(self, value: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:
         kind = type(value)

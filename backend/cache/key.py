@@ -198,6 +198,7 @@ def _weights(model: torch.nn.Module, read_grad: bool) -> dict[str, str]:
 def _walk(model: torch.nn.Module, method: str, describer: Describer) -> CodeWalk:
     """The code that can run."""
     walk = CodeWalk(describer.classes, object_text)
+    walk.environment.note(list(describer.strings))
     walk.add(getattr(model, method))
     walk.add_name(method)
     walk.add_name("forward")

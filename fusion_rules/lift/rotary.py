@@ -14,7 +14,7 @@ from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Any, Items, Literal, Number, Op, op
 from cannopy.fusion_rules.engine.rule import NEVER, Context, Refusal, Rule
 from cannopy.fusion_rules.engine.stop import describe, short
-from cannopy.fusion_rules.lift.halves import half_of
+from cannopy.fusion_rules.lift.halves import half_of, unequal_at
 from cannopy.fx_passes.graph import aten, dtype, is_call, shape, where
 
 
@@ -118,12 +118,17 @@ def check_rotate_half(match: Match, ctx: Context) -> Refusal | None:
                        "first and second half of the last dim", _slices(match),
                        "rotate the whole last dim; where only part of it is rotated, slice that part off first")
     refusal = _broadcasts(match, shape(match["x"])[-1])
-    if refusal is None and not all(half_of(ctx, match[k], dry=True) for k in ("cos", "sin")):
-        name = next(k for k in ("cos", "sin") if not half_of(ctx, match[k], dry=True))
-        return Refusal("cos or sin is not provably cat(angles, angles)", match[name], "value",
-                       f"{name} with equal halves: of cat(angles, angles)", describe(match[name]),
-                       f"compute {name} in the method from torch.cat((angles, angles), -1), or rotate by half a table")
-    return refusal
+    if refusal is not None:
+        return refusal
+    for name in ("cos", "sin"):
+        place = unequal_at(match[name])
+        if place is not None:
+            found = f"{describe(place)} ({where(place)})"
+            return Refusal(f"{name} is not provably made from cat(angles, angles), but from {found}", match[name],
+                           "value", f"{name} with equal halves: of cat(angles, angles)", found,
+                           f"compute {name} in the method from torch.cat((angles, angles), -1), or rotate by half a "
+                           "table")
+    return None
 
 
 def _broadcasts(match: Match, size: int) -> Refusal | None:

@@ -14,6 +14,7 @@ from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Literal, Pattern, Through, op
 from cannopy.fusion_rules.engine.rule import Context, Refusal
 from cannopy.fusion_rules.engine.spellings import RESHAPE
+from cannopy.fusion_rules.engine.stop import describe
 from cannopy.fusion_rules.rewrite.expert_calls import (
     Experts,
     ExpertWeight,
@@ -24,7 +25,7 @@ from cannopy.fusion_rules.rewrite.expert_calls import (
     scale_refusal,
     weight_refusal,
 )
-from cannopy.fx_passes.graph import aten, shape
+from cannopy.fx_passes.graph import aten, shape, where
 
 IDS = Any("ids")
 REPEATED = op(aten.expand.default, Any("x"), Any(), name="copies")
@@ -82,6 +83,10 @@ def _collect(match: Match, context: Context) -> Experts | Refusal:
     top_k = shape(copies)[1] if copies is not None and len(shape(copies)) == 3 else 1
     if len(shape(ids)) == 2 and copies is None:
         top_k = shape(ids)[1]
+    elif len(shape(ids)) == 1 and copies is None and shape(match["sum"].args[0])[1:2] != (1,):
+        found = f"{describe(match['x'])} ({where(match['x'])})"
+        return Refusal(f"tokens must be repeated once per chosen expert, the rows are {found}", match["x"], "operation",
+                       "an expanded tensor of tokens", found, "expand the tokens right before the products")
     hidden = shape(gate_up)[-1]
     tokens = math.prod(shape(match["x"])) // hidden
     if tokens * top_k != pairs or (len(shape(ids)) != 1 and shape(ids) != (tokens, top_k)):

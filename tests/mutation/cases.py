@@ -73,6 +73,7 @@ FUSIONS = {
     "serving_v32_prefill": {"sparse_flash_attention": 1, "mla_prolog": 1, "moe_gating_top_k": 1, "moe_experts": 1,
                             "swiglu": 1, "add_rms_norm": 2, "rms_norm": 1, "rotary_mul": 2},
     "qwen3": {"fused_infer_attention": 1, "swiglu": 1, "add_rms_norm": 2, "rms_norm": 3, "rotary_mul": 2},
+    "qwen3_eager": {"fused_infer_attention": 1, "swiglu": 1, "add_rms_norm": 2, "rms_norm": 3, "rotary_mul": 2},
     "qwen3_moe": {"moe_gating_top_k": 1, "moe_experts": 1, "add_rms_norm": 2, "rms_norm": 3, "rotary_mul": 2},
     "moe_block": {"moe_gating_top_k": 1, "moe_experts": 1, "swiglu": 1},
     "moe_block_batched": {"moe_gating_top_k": 1, "moe_experts": 1, "swiglu": 1},
@@ -172,9 +173,9 @@ def _serving(phase: Phase) -> Case:
     return case_of(f"serving_v32_{phase}", model, args, {}, phase)
 
 
-def _qwen() -> Case:
-    model = _model("Qwen3", QWEN, torch.bfloat16, experts=None)
-    return case_of("qwen3", model, *_cached(model, 3, 2, 9))
+def _qwen(name: str, attention: str) -> Case:
+    model = _model("Qwen3", QWEN, torch.bfloat16, attention, experts=None)
+    return case_of(name, model, *_cached(model, 3, 2, 9))
 
 
 def _qwen_moe() -> Case:
@@ -209,7 +210,8 @@ def _block(dtype: torch.dtype, experts: str, name: str) -> Case:
 CASES: dict[str, Callable[[], Case]] = {
     "deepseek_v32": _deepseek,
     "deepseek_v32_dense_batch": _deepseek_batch,
-    "qwen3": _qwen,
+    "qwen3": lambda: _qwen("qwen3", "sdpa"),
+    "qwen3_eager": lambda: _qwen("qwen3_eager", "eager"),
     "qwen3_moe": _qwen_moe,
     "moe_block": lambda: _block(torch.bfloat16, "grouped_mm", "moe_block"),
     "moe_block_batched": lambda: _block(torch.float32, "batched_mm", "moe_block_batched"),

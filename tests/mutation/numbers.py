@@ -150,7 +150,7 @@ def _apart(e: Edit, node: fx.Node) -> list[Any]:
 
 
 CHANGES: tuple[tuple[str, Change, tuple[str, ...], bool], ...] = (
-    ("times_zero_or_infinity", _no_factor, (), False),
+    ("times_zero_or_infinity", _no_factor, ("is 0.0", "is -0.0", "is inf", "is -inf"), False),
     ("through_integers", _through_integers, (), False),
     ("as_integers", _stays_integer, ("int32", "int64", "bool"), False),
     ("through_narrow_floats", _narrow, ("float8", "float16"), True),
@@ -178,7 +178,8 @@ PLACES: tuple[tuple[str, tuple[str, ...], Callable[[Program], list[Place]], bool
 
 
 def _all(p: Program) -> list[Place]:
-    return [Place("node", n, tuple(n.users)) for n in floats(p)]
+    """All nodes but the counts of rows per expert: other counts reach behind the rows, which has no meaning."""
+    return [Place("node", n, tuple(n.users)) for n in floats(p) if not is_call(n, aten.histc.default)]
 
 
 def _operators() -> Sequence[Operator]:

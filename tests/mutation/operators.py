@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from cannopy.fx_passes.graph import Editor, aten, is_call, shape
+from cannopy.fx_passes.graph import Editor, aten, dtype, is_call, shape
 from cannopy.fx_passes.order import sort
 from cannopy.fx_passes.program import InputSpec, Program
 
@@ -209,8 +209,10 @@ def mutate(operator: Operator, edit: Edit, site: Any) -> None:
             edit.editor.refresh(node)
         except Exception as e:
             raise NotHereError(str(e)) from e
-        if is_call(node, aten.copy_.default) and shape(node.args[0]) != shape(node.args[1]):  # type: ignore[arg-type]
-            raise NotHereError("a cache would change its shape")
+        if is_call(node, aten.copy_.default):
+            cache, new = node.args[:2]
+            if (shape(cache), dtype(cache)) != (shape(new), dtype(new)):  # type: ignore[arg-type]
+                raise NotHereError("a cache would change its shape or dtype")
     output.meta["val"] = tuple(n.meta["val"] for n in output.args[0])  # type: ignore[union-attr]
     graph.lint()
     edit.program.gm.recompile()

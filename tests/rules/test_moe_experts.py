@@ -154,10 +154,11 @@ def test_order_of_gate_and_up() -> None:
 
 
 def batched(tokens: int = T, more: int = 0, in_turn: bool = False, rank: int = 3, ids_rank: int = 1,
-            features: int = 1) -> Traced:
+            features: int = 1, narrow: bool = False) -> Traced:
     """Weights gathered per pair; ``in_turn`` repeats all tokens, not each; ``more`` experts of down stay idle.
 
-    ``ids_rank`` 2 looks up ids [T, K], 3 ids [T, K, 1]; a pair has ``features`` weights.
+    ``ids_rank`` 2 looks up ids [T, K], 3 ids [T, K, 1]; a pair has ``features`` weights;
+    ``narrow`` rounds the copies of the tokens.
     """
     x, ids, scales, w1, w2 = operands()
     x, ids, scales, w2 = x[:tokens], ids[:tokens], scales[:tokens], torch.cat((w2, w2[:more]))
@@ -166,6 +167,7 @@ def batched(tokens: int = T, more: int = 0, in_turn: bool = False, rank: int = 3
 
     def forward(x: Tensor, i: Tensor, s: Tensor, a: Tensor, b: Tensor) -> Tensor:
         copies = x.unsqueeze(0 if in_turn else 1).expand(K if in_turn else tokens, tokens if in_turn else K, H)
+        copies = copies.to(torch.float8_e4m3fn).to(x.dtype) if narrow else copies
         pairs = ((tokens * K,), (tokens, K), (tokens, K, 1))[ids_rank - 1]
         flat = i.reshape(pairs)
         up = torch.matmul(a[flat], copies.reshape(*pairs, *ones, H, 1)).reshape(tokens * K, 2 * MID)
@@ -257,6 +259,8 @@ REFUSES: dict[str, tuple[Callable[[], Traced], str]] = {
     "down of more experts": (lambda: batched(more=2), f"{E} experts are counted, the weights have {E + 2}"),
     "copies of all tokens in turn": (lambda: batched(tokens=K, in_turn=True),
                                      "repeated once per chosen expert, side by side"),
+    "rounded copies": (lambda: batched(narrow=True),
+                       "tokens must be repeated once per chosen expert, the rows are aten._to_copy (a cast"),
     "weights of rank four": (lambda: batched(rank=4), "expected weights [E, N, K] times one column per pair"),
     "ids of three dims": (lambda: batched(ids_rank=3), f"{T * K} pairs of token and expert are not"),
     "one weight per feature": (lambda: batched(features=H), "the weights must be one per pair of token and expert"),

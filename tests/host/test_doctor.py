@@ -86,12 +86,25 @@ def test_doctor_wants_a_compiler_only_to_build(
     assert checks(capsys)["C compiler"]["state"] == "optional"
 
 
+TWO_DEVICES = """terminate called after throwing an instance of 'c10::ValueError'
+  what():  Duplicated key 'pinned_reserve' found in device-specific configuration parser hook registration
+Exception raised from registerDeviceConfigParserHook at c10/core/AllocatorConfig.h:273 (most recent call first):
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x9d (0x7face575e60d in libc10.so)
+<omitting python frames>
+
+"""
+
+
 @pytest.mark.parametrize(
     ("stderr", "reason", "cure"),
     [
         ("Traceback\n  File x\nModuleNotFoundError: No module named 'google'\n", "google", "pip install protobuf"),
         ("ImportError: libnew.so: cannot open shared object file\n", "libnew.so", "host install --force"),
         ("", "ended with code -11", "host install --force"),
+        ("terminate called after throwing an instance of 'c10::Error'\n  what():  no such thing\nframe #0: f (x.so)\n",
+         "no such thing", "host install --force"),
+        (TWO_DEVICES, "beside a CUDA build of torch, as both register the allocator option 'pinned_reserve'",
+         '-m pip install "torch==2.13.0+cpu" --index-url https://download.pytorch.org/whl/cpu'),
     ],
 )
 def test_import_error_becomes_one_line(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from .compiler import compiler_cure, compiler_name, find_compiler
 from .problem import EnvironmentProblem, cannopy_command, pip_install
 from .requirements import REQUIREMENTS, Requirement
 from .status import demand_platform, wheel_status
-from .wheel import Search, installed_version, locate, minor
+from .wheel import DEFAULT_RELEASE, Search, installed_version, locate, minor, release_of, torch_install
 
 OLDEST_PYTHON = (3, 10)
 IMPORT_TIMEOUT = 300
@@ -33,6 +34,9 @@ found = {"npu": torch.npu.is_available(), "devices": torch.npu.device_count(),
          "ops": sum(s.name.startswith("npu::") for s in torch._C._jit_get_all_schemas())}
 os.write(answer, json.dumps(found).encode())
 """
+
+_TWO_DEVICES = re.compile(r"Duplicated key '(\w+)' found in device-specific configuration parser hook registration")
+"""What torch says from 2.14 on when a second device registers an option of its memory allocator."""
 
 State = Literal["ok", "optional", "failed"]
 
@@ -174,7 +178,14 @@ def _import_checks(known_cure: str) -> list[Check]:
 
 def _import_error(stderr: str, code: int) -> tuple[str, str]:
     lines = [line for line in stderr.splitlines() if line and not line.startswith((" ", "[ERROR]"))]
-    reason = lines[-1] if lines else f"the process ended with code {code}"
+    thrown = re.search(r"^ *what\(\): *(.+)$", stderr, re.MULTILINE)  # C++ ended the process; frames follow
+    reason = thrown[1] if thrown else lines[-1] if lines else f"the process ended with code {code}"
+    if (twice := _TWO_DEVICES.search(reason)) is not None:
+        search = Search.here()
+        release = release_of(installed_version("torch_npu", search.folders) or DEFAULT_RELEASE)
+        reason = (f"torch_npu cannot be loaded beside a CUDA build of torch, as both register the allocator option "
+                  f"{twice[1]!r}: the CPU build of torch {release} is needed")
+        return reason, torch_install(f"{release}+cpu", search.python)
     if "No module named" in reason:
         module = reason.split("'")[1].split(".")[0]
         return reason, pip_install({"google": "protobuf", "yaml": "pyyaml"}.get(module, module))

@@ -87,6 +87,11 @@ def minor(version: str) -> str:
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
+def release_of(version: str) -> str:
+    """`2.13.0` of `2.13.0.post1+cpu`: the torch that this torch_npu asks for."""
+    return ".".join(version.split("+")[0].split(".")[:3])
+
+
 def installed_version(distribution: str, folders: Sequence[str]) -> str | None:
     """Version of a distribution found in `folders`, first folder first; None when absent."""
     prefixes = (f"{distribution}-", f"{distribution.replace('_', '-')}-")

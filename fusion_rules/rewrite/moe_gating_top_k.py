@@ -198,15 +198,15 @@ def _groups_refusal(match: Match, program: Program) -> Refusal | None:
             return Refusal(f"a group's score is the sum of its {best['k']} best, the op knows the best or the sum of "
                            "two", match["group_best"], "constant", "the best or the sum of the two best",
                            f"the sum of {best['k']}", "score a group by its best expert or by the sum of its two best")
-    bias = _vector(match)
+    bias, fill = _vector(match), match.get("filled") or match["masked"]
     if match["fill"] == 0 and bias is not None and not least(program, bias) >= 0:
         return Refusal("dropped experts get the score 0.0, not -inf: the bias is not known to be 0 or more everywhere, "
                        "so the scores of kept experts may be negative and lose to them (transformers masks with -inf "
-                       "from 5.8 on)", match["masked"], "constant", "-inf, or 0.0 with a bias that is nowhere negative",
+                       "from 5.8 on)", fill, "constant", "-inf, or 0.0 with a bias that is nowhere negative",
                        "0.0", "mask dropped experts with -inf: scores.masked_fill(~kept, float('-inf'))")
     if match["fill"] not in (0, -math.inf):
-        return Refusal(f"dropped experts get the score {match['fill']:g}, the op never takes them", match["masked"],
-                       "constant", "-inf or 0.0", f"{match['fill']:g}", "mask dropped experts with -inf")
+        return Refusal(f"dropped experts get the score {match['fill']}, the op never takes them", fill, "constant",
+                       "-inf or 0.0", str(match["fill"]), "mask dropped experts with -inf")
     return None
 
 

@@ -208,7 +208,6 @@ SHAPE: dict[str, Callable[[Tensor], Any]] = {
     "arange_step": lambda x: torch.arange(0, 16, 2) + x,
     "cast": lambda x: (x.to(BF16), x.half(), x.double(), x.to(torch.int32)),
     "cast_back": lambda x: x.to(BF16).float(),
-    "view_dtype": lambda x: x.view(torch.int32) + 1,
     "as_strided": lambda x: x.as_strided((2, 2), (1, 3), 4) + 1,
     "empty": lambda x: x.new_empty(3, 2).fill_(2.0),
     "cast_f8": lambda x: x.to(torch.float8_e4m3fn).float(),
@@ -220,6 +219,9 @@ SHAPE: dict[str, Callable[[Tensor], Any]] = {
     "meshless_slice_set": lambda x: torch.slice_scatter(x, x[:, :1] * 2, 1, 1, 2),
     "select_scatter": lambda x: torch.select_scatter(x, x[:, 0] * 2, 1, 2),
 }
+
+REINTERPRETED: dict[str, Program] = {"view_dtype": lambda x: x.view(torch.int32) + 1}
+"""torchair has no converter for it in every version."""
 
 ACOS_ASIN: dict[str, Program] = {"acos": torch.acos, "asin": torch.asin}
 
@@ -303,5 +305,6 @@ GROUPS: list[Group] = [
     Group("integer", INTEGER, _ints),
     Group("boolean", BOOLEAN, _bools),
     Group("shape", SHAPE, _many(torch.float32, 1, 2, 3, 8)),
+    Group("reinterpreted", REINTERPRETED, _many(torch.float32, 1, 2, 3, 8)),
     Group("attention", ATTENTION, _many(BF16, 3, 2, 4, 6, 16)),
 ]

@@ -21,6 +21,7 @@ from tests.contracts.calls import (
     routing,
     t,
 )
+from tests.features import needs_argument
 
 HOST_REFUSES = {
     ("npu_rotary_mul", "rotate"),
@@ -80,7 +81,9 @@ CALLS = [
 
 @pytest.mark.parametrize(("op", "variant", "call"), CALLS, ids=[f"{op}-{variant}" for op, variant, _ in CALLS])
 def test_legal_variants(op: str, variant: str, call: Callable[[], dict[str, Any]]) -> None:
-    compare(op, call())
+    arguments = call()
+    needs_argument(op, *arguments)
+    compare(op, arguments)
 
 
 def tokens_of(op: str, tokens: int) -> dict[str, Any]:

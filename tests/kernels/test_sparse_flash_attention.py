@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cannopy.fusion_rules.contracts import ContractError
+from tests.features import needs_argument
 from tests.kernels.numerics import assert_close, ints, normal
 from tests.kernels.paging import Requests
 
@@ -154,6 +155,7 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_refusals(change: dict[str, Any], clause: str) -> None:
+    needs_argument("npu_sparse_flash_attention", *change)
     requests = Requests([6], [6])
     parts = operands(requests, torch.bfloat16)
     parts["i"] = picks(requests, 4, 1)

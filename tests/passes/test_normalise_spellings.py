@@ -9,6 +9,7 @@ import torch
 
 from cannopy.fx_passes import normalise
 from cannopy.fx_passes.graph import aten
+from tests.features import needs_shape_function
 from tests.passes.graphs import built, count, program_of, run, same, targets
 
 F32 = torch.randn(4, 6)
@@ -58,7 +59,7 @@ REACHES = {
         lambda c, x: c(aten._to_copy.default, c(aten._to_copy.default, x, dtype=torch.float32), dtype=torch.bfloat16),
         [BF16], [],
     ),
-    "add.Scalar": (lambda c, x: c(aten.add.Scalar, x, 2, alpha=3), [F32], ["aten.add.Tensor"]),
+    "add.Scalar": (lambda c, x: c(aten.add.Scalar, x, 2, 3), [F32], ["aten.add.Tensor"]),
     "arange(1) + x": (lambda c, x: c(aten.add.Tensor, c(aten.arange.default, 1), x), [POSITION], ["aten.reshape"]),
     "x + arange(0, 1)": (lambda c, x: c(aten.add.Tensor, x, c(aten.arange.start, 0, 1)), [POSITION], ["aten.reshape"]),
     "arange(1) + [3]": (lambda c, x: c(aten.add.Tensor, c(aten.arange.default, 1), x), [torch.arange(3)], []),
@@ -103,6 +104,8 @@ REACHES = {
 @pytest.mark.parametrize("name", REACHES)
 def test_reaches(name):
     build, inputs, wanted = REACHES[name]
+    if name == "add.Scalar":
+        needs_shape_function(aten.add.Scalar, F32, 2, 3)
     program = normalised(built(build, *inputs), *inputs)
     assert targets(program) == wanted
 

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from cannopy.fusion_rules.rewrite import moe_experts, moe_experts_batched, moe_gating_top_k, swiglu
+from tests.features import grouped_mm
 from tests.rules.moe_support import Tensor, Traced, assert_refused, block, captured, error, tokens, trace
 
 RULES = (*moe_experts.RULES, *moe_experts_batched.RULES)
@@ -54,10 +55,10 @@ class Experts:
         token = perm // K if self.token == "floor_divide" else torch.div(perm, K, rounding_mode="floor")
         if not self.transposed:
             w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
-        hidden = F.grouped_mm(x[token], w1, offs=ends)
+        hidden = grouped_mm(x[token], w1, ends)
         if self.bias:
             hidden = hidden + 1.0
-        out = F.grouped_mm(self.act(hidden), w2, offs=ends)
+        out = grouped_mm(self.act(hidden), w2, ends)
         by = {"perm": perm, "ids": sorted_ids, "token": token}[self.weights_by]
         weighted = out * scales.reshape(-1)[by].unsqueeze(-1)
         if self.inverse in ("index_put", "one place"):

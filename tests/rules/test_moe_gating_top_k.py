@@ -215,6 +215,17 @@ def test_refuses(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(after.run(), before.run(), strict=True))
 
 
+@pytest.mark.parametrize("fill", [-2.0, 3.0, -65504.0])
+@pytest.mark.parametrize("mask", ["reference", "equal", "ones", "cast, then spread"])
+def test_a_small_number_for_dropped_experts_is_named_where_it_is_filled_in(mask: str, fill: float) -> None:
+    _, log = Router(fill=fill, mask=mask).traced().fused(RULES)
+    (miss,) = [m for m in log.misses if m.near]
+    assert log.counts() == {}
+    assert f"dropped experts get the score {fill}, the op never takes them" in miss.reason
+    assert miss.node.startswith("masked_fill")
+    assert (miss.expected, miss.found) == ("-inf or 0.0", str(fill))
+
+
 def test_refuses_weights_gathered_over_the_tokens() -> None:
     def route(logits: Tensor) -> tuple[Tensor, Tensor]:
         scores = logits.sigmoid()
@@ -302,7 +313,7 @@ def test_weights_of_the_next_expert_are_told() -> None:
 def test_other_readers_of_scores_stay() -> None:
     def route(logits: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
         weights, ids = Router()(logits, bias)
-        return weights, ids, logits.sigmoid(), torch.nn.functional.one_hot(ids, 16).sum(1)
+        return weights, ids, logits.sigmoid(), (ids[..., None] == torch.arange(16)).sum(1)
 
     inputs = (torch.randn((5, 16), generator=torch.Generator().manual_seed(3)), torch.zeros(16))
     before = trace(route, *inputs)

@@ -133,6 +133,7 @@ _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "Square": torch.square,
     "Tan": torch.tan,
     "Tanh": torch.tanh,
+    "Trunc": torch.trunc,
     "ZerosLike": torch.zeros_like,
     "OnesLike": torch.ones_like,
 }

@@ -39,11 +39,12 @@ def dtype(node: fx.Node) -> torch.dtype:
 
 
 def truncates(node: fx.Node) -> bool:
-    """Whether ``node`` casts floating point numbers to integers or bools: no cast that a rule may look through."""
-    if not is_call(node, aten._to_copy.default) or dtype(node).is_floating_point:
+    """Whether ``node`` casts floats to integers, bools or floats of 8 bits: no cast that a rule may look through."""
+    if not is_call(node, aten._to_copy.default):
         return False
-    source = node.args[0]
-    return isinstance(source, fx.Node) and dtype(source).is_floating_point
+    kind, source = dtype(node), node.args[0]
+    return isinstance(source, fx.Node) and dtype(source).is_floating_point and dtype(source) != kind and (
+        not kind.is_floating_point or kind.itemsize == 1)
 
 
 def where(node: fx.Node) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from cannopy.backend.emit import identifier
 TMP, ASIDE, TRASH, LOCK, WEIGHTS = ".tmp-", ".aside-", ".trash-", ".lock-", ".weights-"
 HIDDEN = (TMP, ASIDE, TRASH, LOCK, WEIGHTS)
 """Beginnings of names that are no entries: being written, set aside, being removed, locks, derived weights."""
+_ENTRY = re.compile(r"[A-Za-z_][0-9A-Za-z_]*-[0-9a-f]{16}")
+_LEFT = re.compile(rf"({'|'.join(map(re.escape, (TMP, ASIDE, TRASH, LOCK)))}){_ENTRY.pattern}(-[-0-9a-f]*)?")
 
 
 class CacheFolderError(PermissionError):
@@ -70,6 +73,21 @@ def not_private(info: os.stat_result) -> str:
 def entry_path(cache_dir: Path, model_class: str, key: str) -> Path:
     """Where the entry with `key` stands."""
     return cache_dir / f"{identifier(model_class)}-{key[:16]}"
+
+
+def is_entry(name: str) -> bool:
+    """Whether an entry can have this name; whatever else is in the folder belongs to somebody else."""
+    return not name.startswith(HIDDEN) and _ENTRY.fullmatch(name) is not None
+
+
+def is_leftover(name: str) -> bool:
+    """Whether a writer of an entry can have left a file or folder of this name."""
+    return _LEFT.fullmatch(name) is not None
+
+
+def without_prefix(name: str) -> str:
+    """The name of the entry, with what follows it, in the name of something that is no entry."""
+    return next((name.removeprefix(p) for p in HIDDEN if name.startswith(p)), name)
 
 
 def lock_path(entry: Path) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 
 from cannopy.backend.artifact import Fingerprint
 from cannopy.backend.cache import key, lock, manifest, store, weight_sets
-from cannopy.backend.cache.folder import HIDDEN, absolute
+from cannopy.backend.cache.folder import absolute, is_entry
 from cannopy.backend.cache.manifest import MANIFEST, CorruptError
 
 
@@ -79,7 +79,7 @@ def _installed(package: str) -> str:
 def _paths(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
-    found = [p for p in root.iterdir() if p.is_dir() and not p.name.startswith(HIDDEN)]
+    found = [p for p in root.iterdir() if is_entry(p.name) and p.is_dir()]
     return sorted(found, key=store.made_at, reverse=True)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cannopy.backend.cache import lock, weight_sets
-from cannopy.backend.cache.folder import HIDDEN, LOCK, TMP, TRASH, WEIGHTS, absolute
+from cannopy.backend.cache.folder import LOCK, TMP, TRASH, absolute, is_leftover, without_prefix
 from cannopy.backend.cache.listing import Entry, list_entries, size_of, stale, verify
 from cannopy.backend.cache.manifest import MANIFEST
 
@@ -127,7 +127,7 @@ def _days(seconds: float) -> str:
 def _leftovers(root: Path) -> Iterator[tuple[Path, str]]:
     now = time.time()
     for path in sorted(root.iterdir()):
-        if path.name.startswith(HIDDEN) and not path.name.startswith(WEIGHTS):
+        if is_leftover(path.name):
             with contextlib.suppress(OSError):
                 if now - os.lstat(path).st_mtime >= LEFTOVER_AGE:
                     yield path, "left by a process that has ended"
@@ -140,7 +140,7 @@ def _take_away(path: Path) -> str:
             if free:
                 path.unlink(missing_ok=True)
             return "" if free else "in use"
-    trash = path.with_name(f"{TRASH}{path.name.lstrip('.')}-{secrets.token_hex(4)}")
+    trash = path.with_name(f"{TRASH}{without_prefix(path.name)}-{secrets.token_hex(4)}")
     with lock.unused(path / MANIFEST) as free:
         if not free:
             return "in use"

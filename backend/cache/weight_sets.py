@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from cannopy.backend.cache import lock, store
-from cannopy.backend.cache.folder import TMP, WEIGHTS, sync_folder
+from cannopy.backend.cache.folder import TMP, WEIGHTS, is_entry, sync_folder
 from cannopy.backend.cache.manifest import CorruptError
 from cannopy.backend.weights import tensors_file
 
@@ -172,7 +172,8 @@ def remove_folder(folder: Path) -> str:
 
 def orphans(root: Path) -> list[Path]:
     """Folders of sets whose entry is gone."""
-    return [p for p in sorted(root.glob(f"{WEIGHTS}*")) if not p.with_name(p.name.removeprefix(WEIGHTS)).is_dir()]
+    found = ((p, p.name.removeprefix(WEIGHTS)) for p in sorted(root.glob(f"{WEIGHTS}*")))
+    return [p for p, entry in found if is_entry(entry) and not p.with_name(entry).is_dir()]
 
 
 def _remove(path: Path) -> None:

@@ -21,7 +21,8 @@ import pytest
 
 from cannopy.backend.build import CacheWarning
 from cannopy.backend.cache import list_entries, prune, verify
-from cannopy.backend.cache.folder import CacheFolderError, resolve_dir
+from cannopy.backend.cache.folder import CacheFolderError, is_leftover, resolve_dir, without_prefix
+from cannopy.backend.cache.prune import Wanted, remove
 from cannopy.backend.cache.publish import publish
 from cannopy.backend.options import BuildOptions
 from cannopy.backend.torchair import WorkFolderError
@@ -271,3 +272,23 @@ def test_no_temporary_folder_costs_no_entry(tmp_path: Path, monkeypatch: pytest.
         right(tmp_path)
     after = snapshot(tmp_path)
     assert {k: v for k, v in after.items() if not k.endswith("uses")} == before
+
+
+def test_what_belongs_to_others_is_neither_listed_nor_pruned(tmp_path: Path) -> None:
+    """A cache folder that is somebody's home."""
+    compile_tiny(tiny(), eager(tmp_path))
+    (entry,) = list_entries(tmp_path)
+    others = ["projects", "Tiny", "Tiny-1", ".config", ".tmp-work", ".lock-screen", ".trash-1000", ".aside-x", "a-b c",
+              ".weights-models", "run-20261130", f"{entry.path.name}x"]
+    for name in others:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text("{}")
+        os.utime(tmp_path / name, (0, 0))
+    left = tmp_path / f".tmp-{entry.path.name}-77-abcd1234"
+    left.mkdir()
+    os.utime(left, (0, 0))
+    assert [e.path for e in list_entries(tmp_path)] == [entry.path]
+    done = remove(tmp_path, Wanted(older_than=0.0, unused_for=0.0, max_bytes=0, stale=True, bad=True, old_weights=True))
+    assert sorted(r.path for r in done) == sorted([entry.path, left])
+    assert all(is_leftover(n) for n in (f".trash-{without_prefix(left.name)}-0f", f".lock-{entry.path.name}"))
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == sorted(others)

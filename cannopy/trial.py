@@ -34,7 +34,7 @@ class Trial:
     ``reports`` has the `CompileReport` of each compiled phase. ``seconds``: wall time of the compiled calls
     (``prefill``, ``decode_median``), of the same calls in eager mode (``eager_…``), and of the compilations.
     ``tokens`` are the greedy tokens of the compiled run per sequence (in serving form behind every token of a step,
-    rejected drafts included), ``same_tokens`` how many of them plain bf16 on
+    rejected drafts included), ``same_tokens`` how many of them the plain run on
     the same picks chooses as well. ``timelines`` {phase: what the page of its plan is drawn from}.
     """
 
@@ -99,7 +99,7 @@ def silent(text: str) -> AbstractContextManager[Any]:
 def run(
     loaded: LoadedModel, options: Options, phases: Sequence[Phase], steps: int, progress: Progress = silent
 ) -> Trial:
-    """Compile ``phases`` of the model, run it, and compare with eager bf16 and with float64.
+    """Compile ``phases`` of the model, run it, and compare with eager in its dtype and in float64.
 
     A generation model reads its prompt and then decodes ``steps`` tokens greedily; a phase that is not among
     ``phases`` runs in eager mode. A factory's model is called once. Raises what `cannopy.compile` raises, and
@@ -134,7 +134,7 @@ def _run_generation(
         forward[phase] = _compile(trial, loaded, phase, args, kwargs, options, progress)
     with progress(f"running {case.prefill_tokens} prompt tokens and {steps} decode steps"):
         ours = generation.generate(case, forward, cache, steps)
-    with progress("the same in eager bf16 and in float64, with the same picks"):
+    with progress("the same in eager mode, in its dtype and in float64, with the same picks"):
         trial.parity, plain = generation.check(case, ours)
     _note_times(trial, ours, "")
     _note_times(trial, plain, "eager_")
@@ -200,7 +200,7 @@ def _run_serving(
     forward = {phase: _compile(trial, loaded, phase, *case.inputs(phase), options, progress) for phase in phases}
     with progress(f"running {case.batch} prompts and {steps} decode steps of {1 + case.next_n} tokens per request"):
         ours = serving.generate(case, forward, case.new_requests(), steps)
-    with progress("the same in eager bf16 and in float64, with the same picks"):
+    with progress("the same in eager mode, in its dtype and in float64, with the same picks"):
         trial.parity, plain = serving.check(case, ours)
     _note_times(trial, ours, "")
     _note_times(trial, plain, "eager_")

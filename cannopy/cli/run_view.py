@@ -35,7 +35,7 @@ def show(screen: Console, trial: Trial) -> None:
 
 
 def show_ranks(screen: Console, ranks: Sequence[Mapping[str, Any]]) -> None:
-    """A line per rank: errors as multiples of plain bf16's, what its cache had, and the verdict."""
+    """A line per rank: errors as multiples of the plain run's, what its cache had, and the verdict."""
     table = _numbers("rank", "phase", "median", "p90", "largest", "cache", "verdict")
     for rank, found in enumerate(ranks):
         for i, (phase, ratios) in enumerate(found["error_ratios"].items()):
@@ -44,7 +44,7 @@ def show_ranks(screen: Console, ranks: Sequence[Mapping[str, Any]]) -> None:
                 found["cache"].get(phase.partition(" ")[0], ""),
                 "" if i else "[green]holds[/]" if found["passed"] else "[red]fails[/]",
             )
-    screen.print("\n[bold]ranks[/]: errors as multiples of plain bf16's, each on its own requests")
+    screen.print("\n[bold]ranks[/]: errors as multiples of the plain run's, each on its own requests")
     screen.print(table)
     for rank, found in enumerate(ranks):
         for sentence in found["failures"]:
@@ -57,13 +57,13 @@ def _show_parity(screen: Console, parity: ParityReport) -> None:
     for part in parity.errors:
         ours, plain = part.compiled, part.plain
         table.add_row(part.phase, str(ours.tokens), "compiled", *_errors(ours))
-        table.add_row("", "", "plain bf16", *_errors(plain))
+        table.add_row("", "", parity.plain, *_errors(plain))
         pairs = ((ours.median, plain.median, MEDIAN_LIMIT), (ours.p90, plain.p90, P90_LIMIT),
                  (ours.largest, plain.largest, LARGEST_LIMIT))
         table.add_row("", "", "ratio", *(_ratio(*pair) for pair in pairs))
     screen.print(table)
     if parity.picks:
-        table = _numbers("phase", "picks of", "made", "unlike plain bf16", "worst tie (1 = limit)", "invalid")
+        table = _numbers("phase", "picks of", "made", f"unlike {parity.plain}", "worst tie (1 = limit)", "invalid")
         for picks in parity.picks:
             table.add_row(
                 picks.phase, picks.kind, str(picks.tokens), str(picks.differ), f"{picks.worst:.2f}", str(picks.invalid)
@@ -83,7 +83,8 @@ def _show_parity(screen: Console, parity: ParityReport) -> None:
 def _show_verdict(screen: Console, trial: Trial) -> None:
     if trial.same_tokens is not None:
         total = sum(len(row) for row in trial.tokens)
-        screen.print(f"\ngreedy tokens: {trial.same_tokens} of {total} are those of plain bf16 on the same picks")
+        plain = trial.parity.plain if trial.parity else "the plain run"
+        screen.print(f"\ngreedy tokens: {trial.same_tokens} of {total} are those of {plain} on the same picks")
     failures = trial.parity.failures if trial.parity else ["parity was not measured"]
     for sentence in failures:
         screen.print(f"[red]{escape(sentence)}[/]")

@@ -96,7 +96,7 @@ def _phase(phase: str, report: CompileReport, drawn: bool) -> str:
 def _parity(parity: ParityReport) -> str:
     picks = ""
     if parity.picks:
-        columns = ("phase", "picks of", "made", "unlike plain bf16", "worst tie (1 = limit)", "invalid")
+        columns = ("phase", "picks of", "made", f"unlike {parity.plain}", "worst tie (1 = limit)", "invalid")
         made = [(p.phase, p.kind, p.tokens, p.differ, f"{p.worst:.2f}", p.invalid) for p in parity.picks]
         picks = f"<h3>Picks of experts and keys</h3>{_table(columns, made, numbers=True)}"
     writes = ""
@@ -104,7 +104,8 @@ def _parity(parity: ParityReport) -> str:
         titles = ("phase", "cache", "rows written", "rows outside the step", "of them changed")
         kept = [(w.phase, w.name, w.rows, w.outside, w.changed) for w in parity.writes]
         writes = f"<h3>Rows of the cache</h3>{_table(titles, kept, numbers=True)}"
-    head = ("phase", "tokens", "median", "plain bf16", "p90", "plain bf16", "largest", "plain bf16")
+    plain = parity.plain
+    head = ("phase", "tokens", "median", plain, "p90", plain, "largest", plain)
     rows: list[tuple[Any, ...]] = []
     for part in parity.errors:
         pairs = [
@@ -115,9 +116,9 @@ def _parity(parity: ParityReport) -> str:
 <section>
   <h2>Parity</h2>
   <p>Relative error per token against float64, with the picks of the compiled run replayed in the other two runs.
-  Limits: {MEDIAN_LIMIT} times plain bf16 in the median, {P90_LIMIT} times at the 90th percentile,
+  Limits: {MEDIAN_LIMIT} times {plain} in the median, {P90_LIMIT} times at the 90th percentile,
   {LARGEST_LIMIT:g} times the largest.</p>
-  {charts.errors(parity.errors)}
+  {charts.errors(parity.errors, plain)}
   {_table(head, rows, numbers=True)}
   {picks}
   {writes}

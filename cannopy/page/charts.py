@@ -30,8 +30,8 @@ def bars(counts: Sequence[tuple[str, int]]) -> str:
     return _svg(len(counts) * _ROW, "Device kernels by type", "".join(rows))
 
 
-def errors(parts: Sequence[ErrorParity]) -> str:
-    """Median and 90th percentile of both runs on a log scale, with the limit as a tick."""
+def errors(parts: Sequence[ErrorParity], plain_run: str) -> str:
+    """Median and 90th percentile of the compiled run and of ``plain_run`` on a log scale, with the limit as a tick."""
     rows = [
         (f"{part.phase}, {label}", getattr(part.compiled, name), getattr(part.plain, name), limit)
         for part in parts
@@ -57,7 +57,7 @@ def errors(parts: Sequence[ErrorParity]) -> str:
             + f'<line class="limit" x1="{tick:.1f}" x2="{tick:.1f}" y1="{y + 2}" y2="{y + 38}"/>'
         )
     legend = (
-        '<p class="legend"><i class="ours"></i> compiled <i class="plain"></i> plain bf16 '
+        f'<p class="legend"><i class="ours"></i> compiled <i class="plain"></i> {html.escape(plain_run)} '
         '<i class="limit"></i> limit for the compiled run (log scale)</p>'
     )
     return legend + _svg(len(rows) * 46, "Relative error per token against float64", "".join(drawn))

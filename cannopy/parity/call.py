@@ -11,7 +11,7 @@ import torch
 
 from cannopy.parity.measure import ErrorParity, Errors, ParityReport, compare_picks, token_errors
 from cannopy.parity.picks import Recorder, Replay
-from cannopy.parity.reference import cast_inputs, in_float64, result_rows
+from cannopy.parity.reference import all_in_float64, cast_inputs, dtype_of, in_float64, result_rows
 
 
 def check(
@@ -35,11 +35,13 @@ def check(
     start = time.perf_counter()
     plain, plain_choices = _replay(getattr(model, method), recorder, *plain_call)
     eager_seconds = time.perf_counter() - start
-    exact, exact_choices = _replay(getattr(in_float64(model), method), recorder, *exact_call)
+    exact_model = in_float64(model)
+    with all_in_float64():
+        exact, exact_choices = _replay(getattr(exact_model, method), recorder, *exact_call)
     errors = ErrorParity(phase, Errors.of(token_errors(ours, exact)), Errors.of(token_errors(plain, exact)))
     picks = compare_picks(phase, plain_choices, exact_choices)
     notes = [] if picks else ["the compiled graph makes no discrete picks; errors are compared directly"]
-    return ParityReport([errors], picks, notes), seconds, eager_seconds
+    return ParityReport([errors], picks, notes, dtype=dtype_of(model)), seconds, eager_seconds
 
 
 def _replay(

@@ -1,4 +1,4 @@
-"""Parity of a text generation: prefill and greedy decode steps, compiled against eager bf16 and float64."""
+"""Parity of a text generation: prefill and greedy decode steps, compiled against eager in its dtype and in float64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from cannopy.frontend.generation import GenerationCase, Phase
 from cannopy.parity.measure import ErrorParity, Errors, ParityReport, PickParity, compare_picks, token_errors
 from cannopy.parity.picks import Choice, Pick, Recorder, Replay
-from cannopy.parity.reference import in_float64, result_rows
+from cannopy.parity.reference import all_in_float64, dtype_of, in_float64, result_rows
 
 Forward = Callable[..., Any]
 
@@ -69,13 +69,15 @@ def replay(case: GenerationCase, steps: Sequence[Step]) -> list[Step]:
 
 
 def check(case: GenerationCase, compiled: Sequence[Step]) -> tuple[ParityReport, list[Step]]:
-    """Measure the steps of a compiled run against plain bf16 and float64 runs of ``case.model``.
+    """Measure the steps of a compiled run against plain and float64 runs of ``case.model``.
 
     Returns the report and the steps of the plain run.
     """
     plain = replay(case, compiled)
-    exact = replay(replace(case, model=in_float64(case.model)), compiled)
-    return compare(compiled, plain, exact), plain
+    exact_case = replace(case, model=in_float64(case.model))
+    with all_in_float64():
+        exact = replay(exact_case, compiled)
+    return replace(compare(compiled, plain, exact), dtype=dtype_of(case.model)), plain
 
 
 def compare(compiled: Sequence[Step], plain: Sequence[Step], exact: Sequence[Step]) -> ParityReport:

@@ -20,7 +20,7 @@ from cannopy.fx_passes.paths import compile_path, parse_path
 from cannopy.fx_passes.program import InputSpec, Program
 from cannopy.parity.measure import ErrorParity, ParityReport, compare_picks, errors_of
 from cannopy.parity.picks import Choice, Pick, Recorder, Replay
-from cannopy.parity.reference import cast_inputs, in_float64
+from cannopy.parity.reference import all_in_float64, cast_inputs, in_float64
 
 
 @dataclass(frozen=True)
@@ -106,10 +106,11 @@ class GraphParity:
             plain = copy.deepcopy(self.model) if own else self.model
             exact = copy.deepcopy(self._exact_model) if own else self._exact_model
             call = copy.deepcopy((self.args, self.kwargs))
-            self._references[key] = (
-                self._eager(plain, *call, picks),
-                self._eager(exact, *cast_inputs((self.args, self.kwargs), torch.float64), picks),
-            )
+            ours = self._eager(plain, *call, picks)
+            exact_call = cast_inputs((self.args, self.kwargs), torch.float64)
+            with all_in_float64():
+                wide = self._eager(exact, *exact_call, picks)
+            self._references[key] = (ours, wide)
         return self._references[key]
 
     def _eager(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],

@@ -11,7 +11,7 @@ import torch
 from cannopy.parity.picks import Choice
 
 MEDIAN_LIMIT = 1.25
-"""Largest ratio of the compiled run's median error to plain bf16's."""
+"""Largest ratio of the compiled run's median error to that of the plain run, eager in the model's dtype."""
 P90_LIMIT = 1.5
 """The same at the 90th percentile."""
 LARGEST_LIMIT = 4.0
@@ -52,7 +52,7 @@ class Errors:
 
 @dataclass(frozen=True)
 class ErrorParity:
-    """Errors of the compiled run and of plain bf16 on the same picks, for one phase."""
+    """Errors of the compiled and of the plain run on the same picks, for one phase."""
 
     phase: str
     compiled: Errors
@@ -64,12 +64,12 @@ class ErrorParity:
         return self.over((("median", MEDIAN_LIMIT), ("p90", P90_LIMIT), ("largest", LARGEST_LIMIT)))
 
     def over(self, limits: Iterable[tuple[str, float]]) -> list[str]:
-        """A sentence for each of ``limits`` (name of an error, largest ratio to plain bf16's) that does not hold."""
+        """A sentence for each of ``limits`` (name of an error, largest ratio to the plain run's) that does not hold."""
         found = []
         for name, limit in limits:
             ours, plain = getattr(self.compiled, name), getattr(self.plain, name)
             if not ours <= max(limit * plain, SUMMATION_FLOOR):  # a NaN fails
-                bound = f"{limit} × {plain:.3e} of plain bf16"
+                bound = f"{limit} × {plain:.3e} of the plain run"
                 found.append(f"{self.phase}: {name} error {ours:.3e} of the compiled run is over {bound}")
         return found
 
@@ -133,7 +133,7 @@ class PickParity:
         """What is wrong, one sentence each."""
         found = []
         if not self.worst <= 1:
-            apart = f"the scores at the cut differ by {self.worst:.1f} times what bf16 noise explains"
+            apart = f"the scores at the cut differ by {self.worst:.1f} times what the plain run's noise explains"
             found.append(f"{self.phase}: a pick of {self.kind} is no tie: {apart}")
         if self.invalid:
             share = f"{self.invalid} of {self.tokens} picks of {self.kind}"
@@ -143,12 +143,18 @@ class PickParity:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """The outcome of one parity check; ``notes`` say what was not checked and why."""
+    """The outcome of one parity check; ``notes`` say what was not checked and why, ``dtype`` is the plain run's."""
 
     errors: list[ErrorParity]
     picks: list[PickParity] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     writes: list[WriteParity] = field(default_factory=list)
+    dtype: str = ""
+
+    @property
+    def plain(self) -> str:
+        """The plain run in words: ``plain bf16``."""
+        return f"plain {self.dtype}".rstrip()
 
     @property
     def failures(self) -> list[str]:
@@ -168,7 +174,12 @@ class ParityReport:
 
 
 def token_errors(result: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Relative error per row of ``result`` against ``exact``, both float64 [tokens, features]."""
+    """Relative error per row of ``result`` against ``exact``, both float64 [tokens, features].
+
+    Entries that are NaN or the same infinity in both count as 0 (a softmax of hidden keys only); in one, as NaN.
+    """
+    alike = (result.isnan() & exact.isnan()) | (exact.isinf() & (result == exact))
+    result, exact = result.masked_fill(alike, 0.0), exact.masked_fill(alike, 0.0)
     scale = torch.linalg.vector_norm(exact, dim=-1).clamp_min(torch.finfo(torch.float64).tiny)
     errors: torch.Tensor = torch.linalg.vector_norm(result - exact, dim=-1) / scale
     return errors

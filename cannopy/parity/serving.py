@@ -21,7 +21,7 @@ from cannopy.models.requests import Requests
 from cannopy.models.serving import PagedCache, ServingModel
 from cannopy.parity.measure import ErrorParity, ParityReport, WriteParity, compare_picks, errors_of
 from cannopy.parity.picks import Choice, Pick, Recorder, Replay
-from cannopy.parity.reference import in_float64
+from cannopy.parity.reference import all_in_float64, dtype_of, in_float64
 
 Forward = Callable[..., Any]
 
@@ -161,12 +161,13 @@ def _of_real(choice: Choice, real: Tensor) -> Choice:
 
 
 def check(case: ServingCase, compiled: Sequence[Step]) -> tuple[ParityReport, list[Step]]:
-    """Measure a compiled run against plain bf16 and float64; the report, and the steps of the plain run."""
+    """Measure a compiled run against a plain and a float64 run; the report, and the steps of the plain run."""
     plain = replay(case, case.model, compiled)
     exact_model = in_float64(case.model)
     assert isinstance(exact_model, ServingModel)
-    exact = replay(case, exact_model, compiled)
-    return compare(compiled, plain, exact), plain
+    with all_in_float64():
+        exact = replay(case, exact_model, compiled)
+    return replace(compare(compiled, plain, exact), dtype=dtype_of(case.model)), plain
 
 
 def compare(compiled: Sequence[Step], plain: Sequence[Step], exact: Sequence[Step]) -> ParityReport:

@@ -1,10 +1,17 @@
 """Limits: what passes, and that a wrong result does not."""
 
+import io
 import math
 
 import pytest
 import torch
+from rich.console import Console
+from torch.nn import functional as F
 
+from cannopy.cli import run_view
+from cannopy.page import _parity as page
+from cannopy.page import charts
+from cannopy.parity.call import check
 from cannopy.parity.measure import (
     ErrorParity,
     Errors,
@@ -15,6 +22,7 @@ from cannopy.parity.measure import (
     token_errors,
 )
 from cannopy.parity.picks import Choice
+from cannopy.parity.reference import all_in_float64, in_float64
 
 
 def test_token_error_is_relative_to_the_exact_row():
@@ -114,3 +122,66 @@ def test_report_is_json_ready():
     data = ParityReport([part], [_one([[0, 1]], [[0.9, 0.8, 0.5, 0.1]])]).to_dict()
     assert json.loads(json.dumps(data)) == data
     assert data["passed"] is True
+
+
+def test_rows_that_are_nan_in_both_are_alike_and_in_one_are_not():
+    nan, inf = math.nan, math.inf
+    exact = torch.tensor([[nan, nan], [3.0, 4.0], [3.0, inf], [nan, 1.0], [3.0, 4.0]], dtype=torch.float64)
+    result = torch.tensor([[nan, nan], [3.0, 4.5], [3.0, inf], [0.0, 1.0], [nan, 4.0]], dtype=torch.float64)
+    found = token_errors(result, exact).tolist()
+    assert found[:3] == [0.0, 0.1, 0.0]
+    assert all(map(math.isnan, found[3:]))
+    assert ErrorParity("call", Errors.of(torch.tensor(found)), Errors(5, 1.0, 1.0, 1.0)).failures
+    assert token_errors(-exact, exact)[2].isnan() or token_errors(-exact, exact)[2] == inf
+
+
+class Mixed(torch.nn.Module):
+    """Parameters of ``dtype`` and a router of float32, which computes in float32."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = torch.nn.Linear(16, 16, bias=False, dtype=dtype)
+        self.router = torch.nn.Parameter(torch.randn(4, 16))
+        self.table = torch.randn(16)
+        self.seen = []
+
+    def forward(self, x):
+        hidden = self.up(x)
+        scores = F.softmax(F.linear(hidden.float(), self.router), dim=-1, dtype=torch.float32)
+        weights, ids = scores.topk(2, dim=-1)
+        chosen = torch.zeros(x.shape[0], 4, dtype=torch.float32).scatter(1, ids, weights) @ self.router
+        wide = hidden.to(torch.float32) * self.table + chosen @ torch.eye(16) * torch.tensor([0.5], dtype=torch.float32)
+        self.seen.append({t.dtype for t in (hidden, scores, chosen, wide)})
+        return wide.to(hidden.dtype)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bf16"), (torch.float32, "fp32")])
+def test_a_model_of_several_dtypes_has_a_float64_run_that_is_whole(dtype, name):
+    model = Mixed(dtype)
+    x = torch.randn(32, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
+    report, _, _ = check(model, "forward", lambda x: model(x) * 1.0, (x,), {})
+    assert report.failures == []
+    assert report.plain == f"plain {name}"
+    assert [p.kind for p in report.picks] == ["topk"]
+    seen = []
+    exact = in_float64(model)
+    exact.seen = seen
+    with all_in_float64():
+        exact(x.double())
+    assert seen == [{torch.float64}]
+    assert torch.get_default_dtype() is torch.float32
+    doubled, _, _ = check(model, "forward", lambda x: model(x) * 2.0, (x,), {})
+    assert doubled.failures
+
+
+def test_the_page_and_the_table_name_the_dtype_of_the_plain_run():
+    part = ErrorParity("call", Errors(1, 1e-7, 1e-7, 1e-7), Errors(1, 1e-7, 1e-7, 1e-7))
+    report = ParityReport([part], [PickParity("call", "topk", 1, 0, 0.0, 0)], dtype="fp32")
+    for text in (page(report), charts.errors([part], report.plain)):
+        assert "plain fp32" in text
+        assert "bf16" not in text
+    screen = Console(file=io.StringIO(), width=100)
+    run_view._show_parity(screen, report)
+    assert "plain fp32" in screen.file.getvalue()
+    assert "bf16" not in screen.file.getvalue()

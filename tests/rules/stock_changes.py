@@ -174,5 +174,5 @@ CHANGES: dict[str, tuple[Callable[[Patch], Call], Said]] = {
     "contract": (width_1280, Said(
         "mla_prolog", "contract", "7168", "1280", "", "npu_mla_prolog_v3 on atlas-a3 takes", "npu_mla_prolog_v3.")),
     "missing": (not_renormalised, Said(
-        "moe_gating_top_k", "missing", "a division by (sum", "no division", "gather", "norm_topk_prob=True")),
+        "moe_gating_top_k", "missing", "a division by (sum", "aten.mul float32", "gather", "norm_topk_prob=True")),
 }

@@ -149,7 +149,7 @@ def _judge(outcome: Outcome, c: Case, operator: Operator, edit: Edit) -> None:
     gone = {name: sum(str(t) in KEYS.get(name, ()) for t in dead.values()) for name in names}
     outcome.lost = [name for name in names if counts.get(name, 0) < c.fusions.get(name, 0) - gone[name]]
     if {"rms_norm", "add_rms_norm"} & set(outcome.lost):
-        _either_norm(outcome, operator, c, counts, _sums_taken(before, done.log))
+        _either_norm(outcome, operator, c, counts, _sums_taken(c, done.log))
     for name in outcome.lost:
         misses = [m for m in done.log.misses if m.rule in (name, *BEHIND.get(name, ()))]
         outcome.reasons += [f"{m.rule}: {m.reason} [{m.node}, {m.source}]" for m in misses]
@@ -185,9 +185,9 @@ def _picked_twice(
     return as_is, wide, found
 
 
-def _sums_taken(before: Program, log: Log) -> bool:
+def _sums_taken(c: Case, log: Log) -> bool:
     """Whether experts took a residual sum into their last kernel, as they do where nothing else reads its term."""
-    sums = {r.total.name for r in residuals(before)}
+    sums = {r.total.name for r in residuals(c.program)}
     return any(sums & set(hit.nodes) for hit in log.hits if hit.rule == "moe_experts")
 
 

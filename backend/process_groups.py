@@ -61,7 +61,8 @@ def layout_of(parallel: Parallel | None, rank: int | None) -> Layout | None:
 def arithmetic(parallel: Parallel) -> str:
     """How many dies there are, and why: ``max(dp·attn_tp = 4·2, ep·moe_tp = 4·1) = 8``."""
     p = parallel
-    terms = [f"dp·attn_tp = {max(p.dp, 1)}·{p.attn_tp}", f"ep·moe_tp = {p.ep}·{p.moe_tp}"]
+    kvp = ("·kvp", f"·{p.kvp}") if p.kvp > 1 else ("", "")
+    terms = [f"dp·attn_tp{kvp[0]} = {max(p.dp, 1)}·{p.attn_tp}{kvp[1]}", f"ep·moe_tp = {p.ep}·{p.moe_tp}"]
     terms += [f"{name} = {getattr(p, name)}" for name in ("o_proj_tp", "dense_tp", "embed_tp", "lm_head_tp", "cp")
               if getattr(p, name) > 1]
     return f"max({', '.join(terms)}) = {p.dies}"

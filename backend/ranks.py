@@ -40,11 +40,11 @@ def lost(group: Any, what: str, error: BaseException) -> RankError:
         if rank == 0:  # its process often holds the store: the others are to hear before it ends
             others = [r for r in range(torch.distributed.get_world_size()) if r not in missing]
             _silent(store, _MISSING, others)
+        failed = _reasons(store, members)
     except RuntimeError as e:
         gone = str(e).splitlines()[0]
         return RankError(f"rank {rank} stopped in {what} with {ranks_text(members)}: {reason}; the store of "
                          f"torch.distributed is gone as well, so rank 0 or torchrun has ended ({gone})")
-    failed = _reasons(store, members)
     if failed and not missing:
         return RankError(f"rank {rank} stopped in {what} with {ranks_text(members)}: {failed}")
     who = f"{ranks_text(missing)} {'has' if len(missing) == 1 else 'have'} died or hang{'s' * (len(missing) == 1)}"

@@ -1,8 +1,8 @@
 """How one model is spread over dies: sizes of the groups, who is in which, and their names in a graph.
 
-Ranks are those of torch.distributed, one per die, numbered 0 to ``dies`` - 1. Groups of ``attn_tp``, ``o_proj_tp``,
-``dense_tp``, ``embed_tp``, ``lm_head_tp`` and ``moe_tp`` are neighbours: ranks k·n to k·n + n - 1. A group of ``ep``
-takes every (dies / ep)-th rank, so that those who share experts by ``moe_tp`` are neighbours.
+Ranks are those of torch.distributed, one per die, numbered 0 to ``dies`` - 1. Groups of ``attn_tp``, ``kvp``,
+``o_proj_tp``, ``dense_tp``, ``embed_tp``, ``lm_head_tp`` and ``moe_tp`` are neighbours: ranks k·n to k·n + n - 1. A
+group of ``ep`` takes every (dies / ep)-th rank, so that those who share experts by ``moe_tp`` are neighbours.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LAYOUT = "layout"
 ROUTED_EP = "ep_routed"
 """The ranks of ``ep`` once more, for tokens that go by all-to-all: dispatch and combine have ``ep`` to themselves."""
 
-KINDS = ("attn_tp", "o_proj_tp", "dense_tp", "embed_tp", "lm_head_tp", "moe_tp", "ep", ROUTED_EP, "cp")
+KINDS = ("attn_tp", "o_proj_tp", "dense_tp", "embed_tp", "lm_head_tp", "moe_tp", "ep", ROUTED_EP, "cp", "kvp")
 """Kinds of groups in the order in which all ranks create them."""
 
 
@@ -30,7 +30,8 @@ class ParallelError(ValueError):
 @dataclass(frozen=True)
 class Parallel:
     """Sizes of the groups of dies. ``ep``: experts are spread over so many dies (1: none is), ``moe_tp``: experts cut
-    in width instead. ``attn_tp`` cuts heads; ``dp`` is the number of attention replicas, 0 for as many as there are.
+    in width instead. ``attn_tp`` cuts heads. ``kvp`` spreads the rows of latent caches, dies of a group have the same
+    requests. ``dp`` is the number of attention replicas, 0 for as many as there are, which is all that it may be.
     ``o_proj_tp``, ``dense_tp``, ``embed_tp``, ``lm_head_tp``: groups of data-parallel dies that share that matrix.
     ``cp``: a prompt is split over all dies, each of which is called with all of it."""
 
@@ -43,12 +44,17 @@ class Parallel:
     lm_head_tp: int = 1
     moe_tp: int = 1
     cp: int = 1
+    kvp: int = 1
 
     def __post_init__(self) -> None:
         for f in fields(self):
             value: Any = getattr(self, f.name)
             if isinstance(value, bool) or not isinstance(value, int) or value < (f.name != "dp"):
                 raise ParallelError(f"{f.name} is a number of dies, found {value!r}")
+        if self.dp and self.dp != self.replicas:
+            shared = f"cp = {self.cp}" if self.cp > 1 else f"attn_tp·kvp = {self.attn_tp}·{self.kvp}"
+            raise ParallelError(f"dp={self.dp}: {self.dies} dies, of which {shared} have the same requests, are "
+                                f"{self.dies} / {self.dies / self.replicas:g} = {self.replicas:g} replicas; leave dp out")
 
     @classmethod
     def parse(cls, text: str) -> Parallel:
@@ -74,9 +80,20 @@ class Parallel:
     @property
     def dies(self) -> int:
         """Dies of the whole layout."""
-        replicas = max(self.dp, 1) * self.attn_tp
-        return max(replicas, self.ep * self.moe_tp, self.o_proj_tp, self.dense_tp, self.embed_tp, self.lm_head_tp,
+        attending = max(self.dp, 1) * self.attn_tp * self.kvp
+        return max(attending, self.ep * self.moe_tp, self.o_proj_tp, self.dense_tp, self.embed_tp, self.lm_head_tp,
                    self.cp)
+
+    @property
+    def replicas(self) -> float:
+        """How many dies, or groups of them, have requests of their own; no whole number where groups do not fit."""
+        return self.dies / max(self.attn_tp * self.kvp, self.cp)
+
+    @property
+    def sharing(self) -> str:
+        """The kind of the groups whose dies have the same tokens in a graph: ``attn_tp`` or ``kvp``. Dies of ``cp`` are
+        called with the same ones and have a part of them in the graph."""
+        return "kvp" if self.kvp > 1 and self.cp == 1 else "attn_tp"
 
     def __str__(self) -> str:
         """The sizes that are not 1, as `parse` takes them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from typing import TYPE_CHECKING, Any
 
 from cannopy.cli.common import positive
@@ -27,6 +28,16 @@ def check(args: argparse.Namespace) -> None:
     """`CannopyError` when ``--dies`` and ``--parallel auto`` are not both there."""
     if (getattr(args, "parallel", None) == AUTO) != (args.dies is not None):
         raise CannopyError("--parallel auto chooses a layout of --dies N", "give both, or the sizes of a layout")
+
+
+def of_world(args: argparse.Namespace, loaded: LoadedModel) -> Proposals:
+    """Layouts of as many dies as torchrun has started ranks; every rank finds the same."""
+    world = os.environ.get("WORLD_SIZE", "")
+    if not world.isdecimal():
+        raise CannopyError("--parallel auto spreads a run over the ranks of torchrun, and this process is alone",
+                           "torchrun --nproc-per-node N -m cannopy run …")
+    dies, phase = int(world), "decode" if args.phase == "both" else args.phase
+    return for_graph(argparse.Namespace(**{**vars(args), "dies": dies, "phase": phase}), loaded)
 
 
 def propose(model: Any, load: Any, quant: Any, hardware: Any, dies: int) -> Proposals:

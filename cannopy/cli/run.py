@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cannopy.cli import auto_layout
 from cannopy.cli.common import (
     add_model_arguments,
     console,
@@ -19,6 +20,7 @@ from cannopy.cli.common import (
 )
 from cannopy.cli.world import World, joined
 from cannopy.environment import import_torch
+from cannopy.errors import CannopyError
 from cannopy.options import Options
 
 if TYPE_CHECKING:
@@ -70,16 +72,26 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Compile, run, measure and report. 0 when every parity limit held, on every rank."""
+    loaded = layouts = None
+    if args.parallel == auto_layout.AUTO:
+        loaded = load_model(args)
+        layouts = auto_layout.of_world(args, loaded)
+        args.parallel = str(layouts.best[0].parallel)
     options = options_of(args)
     if options.parallel is not None:
         import_torch()
+        if options.parallel.kvp > 1:
+            raise CannopyError(f"kvp={options.parallel.kvp}: run compares whole caches with those of eager mode, and a "
+                               "die of kvp has a part of their rows", "cannopy compile, and fill caches by a prefill")
     with joined(options) as here:
-        return _run(args, options, here)
+        if layouts is not None:
+            auto_layout.show(here.console(console(args)), layouts)
+        return _run(args, options, here, loaded or load_model(args))
 
 
-def _run(args: argparse.Namespace, options: Options, here: World) -> int:
+def _run(args: argparse.Namespace, options: Options, here: World, loaded: LoadedModel) -> int:
     screen = here.console(console(args))
-    loaded = _own_requests(load_model(args), options, here)
+    loaded = _own_requests(loaded, options, here)
     from cannopy import trial as trials
     from cannopy.cli.run_view import show, show_ranks
 

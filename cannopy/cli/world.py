@@ -25,7 +25,7 @@ def add_layout_arguments(group: argparse._ArgumentGroup, running: bool = False) 
     """``--parallel``, and ``--rank`` for the verbs that run nothing."""
     group.add_argument("--parallel", metavar="K=N,…|FILE",
                        help="spread the model over dies: ep, dp, attn_tp, o_proj_tp, dense_tp, embed_tp, lm_head_tp, "
-                       "moe_tp, or a YAML file with them")
+                       "moe_tp, cp, kvp, a YAML file with them, or auto")
     if not running:
         group.add_argument("--rank", type=int, metavar="R", help="the die of --parallel to build for (0)")
         return
@@ -60,8 +60,8 @@ class World:
 
     @property
     def replica(self) -> int:
-        """Which of the data-parallel requests are this rank's: ranks that share heads have the same."""
-        return self.rank // self.layout.parallel.attn_tp if self.layout else 0
+        """Which of the data-parallel requests are this rank's: ranks that share heads, or a prompt, have the same."""
+        return int(self.rank * self.layout.parallel.replicas) // self.layout.parallel.dies if self.layout else 0
 
     def console(self, console: Console) -> Console:
         """``console`` on rank 0, one that shows nothing on the others."""

@@ -106,7 +106,7 @@ def _cut(work: Work, m: Mixture) -> Spread:
             out = routing.routed(work, m, (own.x, own.ids, own.scales), weights, sizes)
     with work.editor.before(m.end):
         if own.parts > 1:
-            out = all_gather(work.editor, out, work.layout.group("attn_tp"))
+            out = all_gather(work.editor, out, work.layout.group(work.layout.parallel.sharing))
         for skip in m.skips if way == BY_DISPATCH else m.added:
             out = work.editor.call(aten.add.Tensor, out, skip)
         work.editor.replace(m.end, out)
@@ -115,8 +115,8 @@ def _cut(work: Work, m: Mixture) -> Spread:
 
 @dataclass(frozen=True)
 class _Own:
-    """The tokens that this die sends: all of the graph's, or one of ``parts`` where the dies of a group of attn_tp have
-    the same ones. ``repeated`` dies send the same tokens."""
+    """The tokens that this die sends: all of the graph's, or one of ``parts`` where the dies of a group have the same
+    ones (attn_tp, kvp). ``repeated`` dies send the same tokens."""
 
     x: fx.Node
     ids: fx.Node
@@ -126,10 +126,11 @@ class _Own:
 
     @classmethod
     def of(cls, work: Work, m: Mixture) -> _Own:
-        same, tokens = work.layout.size("attn_tp"), shape(m.x)[0]
+        sharing, tokens = work.layout.parallel.sharing, shape(m.x)[0]
+        same = work.layout.size(sharing)
         if same == 1 or tokens % same:
             return cls(m.x, m.ids, m.scales, 1, same)
-        start, stop = Part(work.layout.position("attn_tp"), same).of(tokens, "tokens", m.init)
+        start, stop = Part(work.layout.position(sharing), same).of(tokens, "tokens", m.init)
         x, ids = (work.editor.call(aten.slice.Tensor, n, 0, start, stop) for n in (m.x, m.ids))
         with work.editor.before(m.end):
             scales = work.editor.call(aten.slice.Tensor, m.scales, 0, start, stop)

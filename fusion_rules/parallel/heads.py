@@ -40,23 +40,29 @@ _HEADS_AT: Mapping[str, tuple[int, int]] = {"TND": (1, 1), "TND_NTD": (1, 0), "B
 
 def cut(work: Work) -> int:
     """Cut every attention; the number of them. Raises `ParallelError` where one cannot be cut."""
-    part, rows = Part(work.layout.position(KIND), work.layout.size(KIND)), Rows(work.editor, work.layout, KIND)
+    return cut_projections(work, KIND, fused)
+
+
+def cut_projections(work: Work, kind: str, kernel: Handler) -> int:
+    """Cut the output projection of every attention by heads over the dies of ``kind``; ``kernel`` makes the part of a
+    fused attention. The number of them. Raises `ParallelError` where one cannot be cut."""
+    part, rows = Part(work.layout.position(kind), work.layout.size(kind)), Rows(work.editor, work.layout, kind)
     found = projections_of_attention(work.program, work.editor)
-    for kernel in without_projection(work.editor, found):
-        raise error(work.layout, KIND, kernel, "no projection with a parameter for its matrix reads this attention")
+    for lost in without_projection(work.editor, found):
+        raise error(work.layout, kind, lost, "no projection with a parameter for its matrix reads this attention")
     for node in found:
-        _cut(work, rows, part, node)
+        _cut(work, rows, part, node, Narrow(work, kind, None, _Attention().handlers(kernel)))
     return len(found)
 
 
-def _cut(work: Work, rows: Rows, part: Part, node: fx.Node) -> None:
-    editor, narrow = work.editor, Narrow(work, KIND, None, _Attention().handlers())
+def _cut(work: Work, rows: Rows, part: Part, node: fx.Node, narrow: Narrow) -> None:
+    editor, kind = work.editor, narrow.kind
     x, weight, bias = operands(node)
-    kernel = _only(work, node, attentions_behind(x))
-    heads = _heads(work, kernel)
-    first, end = part.of(heads, f"{KIND}: {heads} attention heads", kernel)
+    kernel = _only(narrow, node, attentions_behind(x))
+    heads = _heads(narrow, kernel)
+    first, end = part.of(heads, f"{kind}: {heads} attention heads", kernel)
     if shape(x)[-1] % heads:
-        raise error(work.layout, KIND, node, f"{shape(x)[-1]} columns are no whole number for each of {heads} heads")
+        raise narrow.error(node, f"{shape(x)[-1]} columns are no whole number for each of {heads} heads")
     width = shape(x)[-1] // heads
     columns = [(first * width, end * width)]
     inner = narrow.of(x, -1, columns)
@@ -66,20 +72,20 @@ def _cut(work: Work, rows: Rows, part: Part, node: fx.Node) -> None:
         editor.replace(node, rows.summed(partial, bias))
 
 
-def _only(work: Work, node: fx.Node, kernels: Sequence[fx.Node]) -> fx.Node:
+def _only(narrow: Narrow, node: fx.Node, kernels: Sequence[fx.Node]) -> fx.Node:
     if len(kernels) > 1:
-        raise error(work.layout, KIND, node, f"it reads {len(kernels)} kernels of attention, one can be cut by heads")
+        raise narrow.error(node, f"it reads {len(kernels)} kernels of attention, one can be cut by heads")
     return kernels[0]
 
 
-def _heads(work: Work, kernel: fx.Node) -> int:
+def _heads(narrow: Narrow, kernel: fx.Node) -> int:
     """Query heads of an attention kernel."""
     if called(kernel, FUSED):
         return int(cast(int, kernel.kwargs.get("num_query_heads", 1)))
     if called(kernel, [SPARSE]):
         return shape(cast(fx.Node, kernel.args[0]))[_HEADS_AT[str(kernel.kwargs.get("layout_query", "BSND"))][0]]
-    raise error(work.layout, KIND, kernel, f"{kernel.target} is not cut by heads; it was not fused into an attention "
-                                           "of the device, `cannopy explain` says why")
+    raise narrow.error(kernel, f"{kernel.target} is not cut by heads; it was not fused into an attention of the "
+                               "device, `cannopy explain` says why")
 
 
 @dataclass
@@ -88,10 +94,10 @@ class _Attention:
 
     prologs: dict[tuple[fx.Node, Pieces], fx.Node] = field(default_factory=dict)
 
-    def handlers(self) -> dict[Any, Handler]:
-        """By target."""
+    def handlers(self, kernel: Handler) -> dict[Any, Handler]:
+        """By target; ``kernel`` is that of fused attention."""
         named: dict[str, Handler] = {
-            **dict.fromkeys(FUSED, _fused), SPARSE: _sparse, PRODUCT: _product, PROLOG: self.prolog,
+            **dict.fromkeys(FUSED, kernel), SPARSE: _sparse, PRODUCT: _product, PROLOG: self.prolog,
             **dict.fromkeys(ROTARY, _rotary),
         }
         found = {operator_named(name): handler for name, handler in named.items()}
@@ -117,7 +123,7 @@ class _Attention:
             args[2] = narrow.weight(args[2], 1, [(a * width, b * width) for a, b in pieces])
             args[3] = narrow.weight(args[3], 0, pieces)
             new = narrow.editor.call(node.target, *args, **node.kwargs)
-            legal(narrow.work, KIND, new)
+            legal(narrow.work, narrow.kind, new)
             for item in [n for n in node.users if n.target is operator.getitem and n.args[1] not in (0, 1)]:
                 narrow.editor.replace(item, narrow.editor.item(new, cast(int, item.args[1])))
                 narrow.editor.graph.erase_node(item)
@@ -130,11 +136,9 @@ def _plain(narrow: Narrow, node: fx.Node, names: Sequence[str]) -> None:
             raise narrow.error(node, f"{node.target} with {name} is not cut by heads")
 
 
-def _fused(narrow: Narrow, item: fx.Node, dim: int, pieces: Pieces) -> fx.Node:
-    node, index = cast("tuple[fx.Node, int]", item.args)
-    layout = str(node.kwargs.get("input_layout", "BSH"))
-    if layout not in _HEADS_AT or index != 0 or dim != _HEADS_AT[layout][1]:
-        raise narrow.error(node, f"output {index} of layout {layout} has no heads in dimension {dim}")
+def fused(narrow: Narrow, item: fx.Node, dim: int, pieces: Pieces) -> fx.Node:
+    """The heads of a part attend to all keys."""
+    node, layout = fused_of(narrow, item, dim)
     _plain(narrow, node, ("pse_shift", "learnable_sink", "dequant_scale_query", "dequant_scale_key",
                           "dequant_scale_value", "quant_scale_out", "quant_scale_p", "dequant_scale_key_rope"))
     heads, kv = (cast(int, node.kwargs.get(k) or 0) for k in ("num_query_heads", "num_key_value_heads"))
@@ -150,6 +154,15 @@ def _fused(narrow: Narrow, item: fx.Node, dim: int, pieces: Pieces) -> fx.Node:
     return narrow.editor.item(new, 0)
 
 
+def fused_of(narrow: Narrow, item: fx.Node, dim: int) -> tuple[fx.Node, str]:
+    """The fused attention whose result ``item`` is, and its layout; an error unless ``dim`` has the heads."""
+    node, index = cast("tuple[fx.Node, int]", item.args)
+    layout = str(node.kwargs.get("input_layout", "BSH"))
+    if layout not in _HEADS_AT or index != 0 or dim != _HEADS_AT[layout][1]:
+        raise narrow.error(node, f"output {index} of layout {layout} has no heads in dimension {dim}")
+    return node, layout
+
+
 def _with_parts(narrow: Narrow, node: fx.Node, at: int, pieces: Pieces, args: Sequence[int], named: Sequence[str],
                 **changed: object) -> fx.Node:
     """The kernel with parts of these arguments; all others are read once those are cut, which may have moved caches."""
@@ -157,7 +170,7 @@ def _with_parts(narrow: Narrow, node: fx.Node, at: int, pieces: Pieces, args: Se
     ropes = {k: narrow.of(cast(fx.Node, node.kwargs[k]), at, pieces) for k in named if node.kwargs.get(k) is not None}
     given = [parts.get(i, arg) for i, arg in enumerate(node.args)]
     new = narrow.editor.call(node.target, *given, **{**node.kwargs, **ropes, **changed})
-    legal(narrow.work, KIND, new)
+    legal(narrow.work, narrow.kind, new)
     return new
 
 
@@ -187,7 +200,7 @@ def _product(narrow: Narrow, node: fx.Node, dim: int, pieces: Pieces) -> fx.Node
         raise narrow.error(node, f"dimension {dim} of the product is not its batch")
     parts = [narrow.of(cast(fx.Node, x), perm[0], pieces) for x, perm in zip(node.args, perms[:2], strict=True)]
     new = narrow.editor.call(node.target, *parts, **node.kwargs)
-    legal(narrow.work, KIND, new)
+    legal(narrow.work, narrow.kind, new)
     return new
 
 

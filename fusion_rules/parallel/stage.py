@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from cannopy.fusion_rules.engine.record import Log
-from cannopy.fusion_rules.parallel import context, dense, experts, heads, moe_tp, o_proj, vocabulary
+from cannopy.fusion_rules.parallel import context, dense, experts, heads, kvp, moe_tp, o_proj, vocabulary
 from cannopy.fusion_rules.parallel.work import Work
 from cannopy.fx_passes.graph import Editor
 from cannopy.fx_passes.parallel import LAYOUT, Layout, ParallelError
@@ -31,6 +31,7 @@ def steps() -> Mapping[str, Step]:
     """Each kind of cut by the group that it belongs to, in the order in which they are made."""
     return MappingProxyType({
         context.KIND: context.cut,
+        kvp.KIND: kvp.cut,
         o_proj.KIND: o_proj.cut,
         heads.KIND: heads.cut,
         dense.KIND: dense.cut,

@@ -19,15 +19,16 @@ def error(layout: Layout, kind: str, node: fx.Node, text: str) -> ParallelError:
 
 
 def replicated(layout: Layout, kind: str) -> bool:
-    """Whether all ranks of a group of ``kind`` have the same tokens: they are in one group of attn_tp.
+    """Whether all ranks of a group of ``kind`` have the same tokens: they are in one group of attn_tp or kvp.
 
     Raises `ParallelError` where some of them have and others have not.
     """
-    heads, size = layout.size("attn_tp"), layout.size(kind)
-    if heads > 1 and heads % size:
-        raise ParallelError(f"{kind}={size} does not fit attn_tp={heads}: ranks have the same tokens within a group of "
-                            f"attn_tp only, and {heads} / {size} is no whole number; take a divisor of {heads}")
-    return heads > 1
+    name, size = layout.parallel.sharing, layout.size(kind)
+    same = layout.size(name)
+    if same > 1 and same % size:
+        raise ParallelError(f"{kind}={size} does not fit {name}={same}: ranks have the same tokens within a group of "
+                            f"{name} only, and {same} / {size} is no whole number; take a divisor of {same}")
+    return same > 1
 
 
 def legal(work: Work, kind: str, node: fx.Node) -> None:

@@ -81,6 +81,8 @@ class Parallel(Layout):
                 raise SettingError(f"attn_tp={self.attn_tp} already divides what {name}={size} would; leave {name} out")
         if self.cp > 1:
             raise SettingError(f"the estimate does not know prompts that are split over dies; leave cp={self.cp} out")
+        if self.kvp > 1:
+            raise SettingError(f"the estimate does not know caches that are spread over dies; leave kvp={self.kvp} out")
         for name, size in (("ep", self.ep), ("moe_tp", self.moe_tp)):
             if size > 1 and model.experts is None:
                 raise SettingError(f"{model.title} has no experts; leave {name} out")

@@ -282,6 +282,10 @@ LEGAL: dict[str, dict[str, Callable[[], Call]]] = {
         "last axis": lambda: {"x1": t(6, 32), "x2": t(6, 32), "gamma": t(32)},
         "two axes": lambda: {"x1": t(6, 4, 32), "x2": t(6, 4, 32), "gamma": t(4, 32)},
     },
+    "npu_attention_update": {
+        "two": lambda: {"lse": [t(12, dtype=FP32)] * 2, "local_out": [t(12, 512)] * 2, "update_type": 0},
+        "sums": lambda: {"lse": [t(12, dtype=FP32)] * 3, "local_out": [t(12, 64)] * 3, "update_type": 1},
+    },
     "npu_swiglu": {"last axis": lambda: {"input": t(6, 32)}},
     "npu_rotary_mul": {
         "bsnd": lambda: {"input": t(1, 6, 8, 64), "r1": t(1, 6, 1, 64), "r2": t(1, 6, 1, 64)},

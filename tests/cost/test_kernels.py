@@ -69,7 +69,7 @@ def test_every_kernel_says_what_it_is(k: Kernel) -> None:
 def test_every_contract_that_a_device_kernel_has_is_priced() -> None:
     priced = {k.contract for k in ALL}
     by_link = {"npu_moe_distribute_dispatch_v2", "npu_moe_distribute_combine_v2"}  # the law of exchanges prices them
-    by_bytes = {"npu_moe_re_routing"}
+    by_bytes = {"npu_moe_re_routing", "npu_attention_update"}
     assert {load_contract(name).op for name in contract_names()} - priced == {"npu_prefetch", *by_link, *by_bytes}
 
 

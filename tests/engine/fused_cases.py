@@ -113,6 +113,14 @@ def _dense(q: Tensor, kv: Tensor, table: Tensor, lq: Tensor, lk: Tensor, qr: Ten
     )[0]  # fmt: skip
 
 
+def _dense_apart(q: Tensor, kv: Tensor, table: Tensor, lq: Tensor, lk: Tensor, qr: Tensor, kr: Tensor) -> Any:
+    return torch.ops.air.npu_fused_infer_attention_score_v2(
+        q, kv, kv, query_rope=qr, key_rope=kr, actual_seq_qlen=torch.arange(1, 7), actual_seq_kvlen=lk.repeat(3),
+        block_table=table.repeat(3, 1), num_query_heads=4, num_key_value_heads=1, softmax_scale=0.07,
+        input_layout="TND_NTD", block_size=128, return_softmax_lse=True,
+    )  # fmt: skip
+
+
 def _dense_grouped(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Any:
     return torch.ops.air.npu_fused_infer_attention_score_v2(
         q, k, v, actual_seq_kvlen=lengths, num_query_heads=4, num_key_value_heads=2, softmax_scale=0.07,
@@ -224,6 +232,9 @@ FUSED: list[FusedCase] = [
         lambda: (_r(2, 4, 1, 32), _r(2, 2, 9, 32), _r(2, 2, 9, 32), torch.tensor([9, 4])),
         name="FusedInferAttentionScore-grouped",
     ),
+    FusedCase("FusedInferAttentionScore", _dense_apart, _dense_inputs, name="FusedInferAttentionScore-lse"),
+    FusedCase("AttentionUpdate", lambda *a: npu.npu_attention_update(a[:3], a[3:], 1),
+              lambda: (*(_r(6, dtype=torch.float32) for _ in range(3)), *(_r(6, 64) for _ in range(3)))),
     FusedCase("KvRmsNormRopeCache", _kv_cache, _kv_cache_inputs, mutates=(5, 6)),
     FusedCase("MlaPrologV3", _prolog, _prolog_inputs, mutates=(9, 10)),
     FusedCase("ScatterNdUpdate", _scatter, lambda: (_r(8, 16), torch.tensor([[5], [1]]), _r(2, 16)), mutates=(0,)),

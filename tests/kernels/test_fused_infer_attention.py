@@ -131,6 +131,33 @@ def test_latent_attention_over_a_paged_cache(queries: list[int], causal: bool, l
     assert_close(found, exact(requests, parts, 1, causal), slack=2e-5)
 
 
+@pytest.mark.parametrize("layout", ["TND_NTD", "TND"])
+def test_parts_of_the_keys_join_by_their_lse(layout: str) -> None:
+    """Requests of one query each; the third part has keys of the first request only."""
+    whole, kept = Requests([1, 1], [20, 9]), [[4, 4], [9, 5], [7, 0]]
+    call, parts = latent(whole, False, layout)
+    outs, sums, first = [], [], [0, 0]
+    for counts in kept:
+        few = Requests([1, 1], counts)
+        rows = {k: [t[a : a + n] for t, a, n in zip(parts[k], first, counts, strict=True)] for k in ("k", "kr")}
+        table = few.block_table(16)
+        cache = blocks(few, rows["k"], table, 16)
+        out, lse = torchair_op(FUSED_INFER_ATTENTION)(**{
+            **call, "key": cache, "value": cache, "key_rope": blocks(few, rows["kr"], table, 16), "block_table": table,
+            "actual_seq_kvlen": torch.tensor(counts), "return_softmax_lse": True})
+        assert (lse.shape, lse.dtype) == ((2, HEADS, 1), torch.float32)
+        assert [bool(lse[b].isnan().all()) for b in range(2)] == [n == 0 for n in counts]
+        outs.append((out.transpose(0, 1) if layout == "TND_NTD" else out).reshape(-1, 512))
+        sums.append(lse.nan_to_num(-1e30).flatten())
+        first = [a + n for a, n in zip(first, counts, strict=True)]
+    found, total = torch.ops.npu.npu_attention_update(sums, outs, 1)
+    error = (found.view(2, HEADS, 512).double() - exact(whole, parts, 1, False)).abs().max()
+    assert error < 2.0**-8 * exact(whole, parts, 1, False).abs().max()  # every part was rounded to bfloat16
+    _, alone = torchair_op(FUSED_INFER_ATTENTION)(**{**call, "return_softmax_lse": True})
+    assert_close(total, alone.flatten().double(), slack=1e-5)
+    assert torch.ops.npu.npu_attention_update(sums, outs, 0)[1].isnan().all()
+
+
 def expanded(requests: Requests, layout: str, rope: bool, kv_heads: int) -> tuple[Call, Parts]:
     parts = operands(requests, kv_heads, 128, rope)
     call = common(requests, kv_heads, True, packed=True) | {"input_layout": layout}
@@ -153,6 +180,16 @@ def test_a_query_before_all_keys_gives_zeros() -> None:
     requests = Requests([3], [2])
     call, _ = expanded(requests, "TND", False, 2)
     assert fused(**call)[0].eq(0).all()
+
+
+def test_lse_of_batched_queries() -> None:
+    requests = Requests([2, 2], [2, 9])
+    call, parts, _ = grouped(requests, "BNSD", causal=True)
+    lse = torchair_op(FUSED_INFER_ATTENTION)(**call, return_softmax_lse=True)[1]
+    assert lse.shape == (2, HEADS, 2, 1)
+    seen, q, k = requests.visible(1, 0, 3), parts["q"][1][0], parts["k"][1]
+    scores = SCALE * (q[3].double() @ k[:seen, 1].double().T)
+    assert float(lse[1, 3, 0, 0]) == pytest.approx(float(scores.logsumexp(0)), abs=1e-5)
 
 
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

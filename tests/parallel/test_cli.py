@@ -114,6 +114,10 @@ def test_worlds_that_do_not_fit(model: Path, monkeypatch: pytest.MonkeyPatch,
     assert main(arguments(model, "make", "ep=4,dp=4")) == 1
     assert "ep=4,dp=4 needs 4 ranks, and this process is alone\n  cure: torchrun --nproc-per-node 4" in (
         capsys.readouterr().err)
+    assert main(arguments(model, "make", "auto")) == 1
+    assert "--parallel auto spreads a run over the ranks of torchrun" in capsys.readouterr().err
+    assert main(arguments(model, "make", "kvp=2")) == 1
+    assert "kvp=2: run compares whole caches with those of eager mode" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert main(arguments(model, "make", "ep=4,dp=4,attn_tp=2")) == 1

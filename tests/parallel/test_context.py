@@ -46,7 +46,8 @@ def test_refused() -> None:
     case = ranks.serving("deepseek-r1", "prefill", RAGGED, num_hidden_layers=2)
     for parallel, words in (
         ("cp=5", r"24 tokens cannot be divided into 2 · 5 segments: 24 / 10 is no whole number; pad the prompt"),
-        ("cp=2,dp=4", "a prompt is split over all dies"),
+        ("cp=2,dp=4", r"dp=4: 4 dies, of which cp = 2 have the same requests, are 4 / 2 = 2 replicas"),
+        ("cp=2,ep=4", "a prompt is split over all dies"),
         ("cp=2,attn_tp=2", "a prompt is split over all dies, and heads are whole"),
     ):
         with pytest.raises(ParallelError, match=words):

@@ -15,7 +15,7 @@ from cannopy.backend import process_groups, ranks
 from cannopy.backend.cache.agree import RankError
 from cannopy.backend.host import exchange
 from cannopy.fx_passes.parallel import Layout, Parallel, ParallelError
-from tests.parallel import world
+from tests.parallel import programs, world
 
 DEPLOYED = Parallel.parse("ep=128,dp=128,o_proj_tp=8,dense_tp=4,embed_tp=16,lm_head_tp=16")
 c10d: Any = torch.distributed.distributed_c10d
@@ -134,6 +134,24 @@ def test_the_reason_of_a_rank_that_fails_reaches_the_others(tmp_path: Path) -> N
     first, _ = world.run(2, work, tmp_path, seconds=20.0, raises=True)
     assert first == ("RankError: rank 0 stopped in this step with ranks 0-1: rank 1 failed: "
                      "ValueError: no such token")
+
+
+@pytest.mark.usefixtures("activated")
+def test_a_killed_rank_ends_the_step_of_a_compiled_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step runs on all ranks, rank 1 is killed before the second."""
+    monkeypatch.setattr(ranks, "_GRACE", 1.0)
+
+    def work(rank: int) -> None:
+        method = programs.compiled(programs.layout(rank, "ep=4,dp=4,dense_tp=2"), programs.call(rank), None)
+        method(*programs.call(rank))
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        method(*programs.call(rank))
+
+    found = world.run(4, work, tmp_path, seconds=120.0, raises=True, killed=(1,))
+    for rank in (0, 2, 3):
+        assert found[rank].startswith(f"RankError: rank {rank} stopped in "), found[rank]
+        assert "rank 1 has died or hangs" in found[rank] or (rank and "rank 0 or torchrun has ended" in found[rank])
 
 
 def test_no_group_no_exchange(tmp_path: Path) -> None:

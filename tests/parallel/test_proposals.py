@@ -113,3 +113,10 @@ def test_layouts_of_what_is_compiled(name: str, size: str, form: Literal["stock"
     assert best.memory.fits
     if size == "full":  # 2 TB of weights
         assert best.parallel.ep == 64
+
+
+def test_dies_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = sources.load("deepseek-r1", size="tiny", form="serving", weights=False)
+    args = argparse.Namespace(model="deepseek-r1", size="tiny", phase="both", batch=1, target="atlas-a3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert auto_layout.of_world(args, loaded).best[0].parallel.dies == 4

@@ -124,7 +124,18 @@ def fused_infer_attention_score(op: Op) -> Kernel:
     return lambda *args: kernel(**{names.get(n, n): a for n, a in named(op, args).items()}, **attrs)
 
 
+def attention_update(op: Op) -> Kernel:
+    """(output, lse_m). Both dynamic inputs have ``sp`` parts."""
+    lse, outs, kind = op.span("lse"), op.span("go"), op.integer("update_type", 0)
+
+    def kernel(*args: Tensor | None) -> tuple[Tensor, ...]:
+        return torch.ops.npu.npu_attention_update(args[lse], args[outs], kind)  # type: ignore[no-any-return]
+
+    return kernel
+
+
 OPS: dict[str, Builder] = {
+    "AttentionUpdate": attention_update,
     "FusedInferAttentionScore": fused_infer_attention_score,
     "KvRmsNormRopeCache": kv_rmsnorm_rope_cache,
     "LightningIndexer": lightning_indexer,

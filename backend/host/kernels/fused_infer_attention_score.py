@@ -36,6 +36,7 @@ def npu_fused_infer_attention_score_v2(
     softmax_scale: float = 1.0,
     input_layout: str = "BSH",
     sparse_mode: int = 0,
+    return_softmax_lse: bool = False,
     **unused: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``softmax(scale · [q|q_rope]·[k|k_rope]ᵀ) · v`` of each request over its own keys.
@@ -45,8 +46,10 @@ def npu_fused_infer_attention_score_v2(
     [blocks, block size, heads · D], then block_table int32 [requests, blocks]. Each key head serves
     num_query_heads / num_key_value_heads query heads. Lengths count per request; those of packed tensors (T) are
     running sums. sparse_mode 3 hides keys past ``length - q + i`` from query i of q. A query that sees no key gives
-    zeros. What the contract wants left out comes in ``unused``. Returns (out, –).
-    fp32 inside, one rounding. Source: op-plugin doc of npu_fused_infer_attention_score_v2.
+    zeros. What the contract wants left out comes in ``unused``. Returns (out, lse): lse is ``log Σ exp(scale · q·k)``
+    in fp32, [T,N,1] of packed queries and [B,N,S,1] of others, empty unless asked for. What it is for a query that
+    sees no key is not documented: NaN here, so that nothing relies on it. fp32 inside, one rounding. Source: op-plugin
+    doc of npu_fused_infer_attention_score_v2.
     """
     of_query, _, of_result = input_layout.partition("_")
     causal = sparse_mode == RIGHT_DOWN
@@ -61,12 +64,15 @@ def npu_fused_infer_attention_score_v2(
     packed = "TND" if "T" in of_query else "BSND"
     q_flat, k_flat, v_flat = (t if packed == "TND" and t.dim() == 3 else t.flatten(0, 1) for t in (q, k, v))
     out = torch.zeros((*q_flat.shape[:2], v_flat.shape[-1]), dtype=torch.float32)
+    lse = torch.full((*q_flat.shape[:2], 1), float("nan"))
     for one in _requests(q, k, actual_seq_qlen, actual_seq_kvlen, block_table, packed):
         if query.shape[-1] == LATENT:
             _demand_few(one, causal)
-        _attend(out, one, q_flat, k_flat, v_flat, softmax_scale, causal)
+        _attend(out, lse, one, q_flat, k_flat, v_flat, softmax_scale, causal)
     result = _laid_out(out.view(*q.shape[:-1], -1), of_query, of_result or of_query)
-    return result.to(query.dtype), torch.zeros(0, dtype=torch.float32)
+    if packed == "BSND":
+        lse = lse.view(*q.shape[:-1], 1).transpose(1, 2).contiguous()
+    return result.to(query.dtype), lse if return_softmax_lse else torch.zeros(0, dtype=torch.float32)
 
 
 def _rows(tensor: torch.Tensor, layout: str, heads: int = 0) -> torch.Tensor:
@@ -113,9 +119,10 @@ def _demand_few(one: _sequences.Sequence, causal: bool) -> None:
         raise value_error(OP, "latent-queries", f"{queries} queries in sparse_mode {RIGHT_DOWN if causal else 0}")
 
 
-def _attend(out: torch.Tensor, one: _sequences.Sequence, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-            scale: float, causal: bool) -> None:
-    """Write the rows of one request into ``out`` [T,N,Dv]; q [T,N,D], k [rows,K,D], v [rows,K,Dv]."""
+def _attend(out: torch.Tensor, lse: torch.Tensor, one: _sequences.Sequence, q: torch.Tensor, k: torch.Tensor,
+            v: torch.Tensor, scale: float, causal: bool) -> None:
+    """Write the rows of one request into ``out`` [T,N,Dv] and ``lse`` [T,N,1]; q [T,N,D], k [rows,K,D], v [rows,K,Dv].
+    """
     if one.length == 0:
         return
     groups = q.shape[1] // k.shape[1]
@@ -133,3 +140,5 @@ def _attend(out: torch.Tensor, one: _sequences.Sequence, q: torch.Tensor, k: tor
         else:
             weights = torch.softmax(scores, dim=-1)
         out[start:stop] = torch.matmul(weights, values).transpose(0, 1)
+        sums = torch.logsumexp(scores, dim=-1, keepdim=True)
+        lse[start:stop] = sums.masked_fill(sums == float("-inf"), float("nan")).transpose(0, 1)

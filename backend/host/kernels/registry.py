@@ -15,6 +15,7 @@ from ....stream_scheduler.emission import marks
 from .. import target
 from ..standin.cann import find_cann
 from .add_rms_norm import npu_add_rms_norm
+from .attention_update import npu_attention_update
 from .fused_infer_attention_score import npu_fused_infer_attention_score_v2
 from .grouped_matmul import npu_grouped_matmul
 from .interleave_rope import npu_interleave_rope
@@ -39,6 +40,7 @@ Kernel = Callable[..., Any]
 
 KERNELS: tuple[Kernel, ...] = (
     npu_add_rms_norm,
+    npu_attention_update,
     npu_fused_infer_attention_score_v2,
     npu_grouped_matmul,
     npu_interleave_rope,

@@ -79,13 +79,15 @@ def _finalize(node: fx.Node) -> Call:
     return Call("moe_finalize_routing", {"tokens": rows(node), "top_k": max(1.0, top_k), "hidden": width(node)})
 
 
-def _exchange(kernel: str) -> Pricer:
+def _exchange(kernel: str, world: int) -> Pricer:
+    """``world``: place of ``ep_world_size`` among the arguments."""
+
     def price(node: fx.Node) -> Call:
         targets = argument(node, 1, "expert_ids")
         tokens, top_k = rows(targets), width(targets)
         data = node.args[0] if kernel == "moe_dispatch" else node
         payload = itemsize(node) if kernel == "moe_dispatch" else itemsize(node.args[0])
-        ranks = float(argument(node, 3, "ep_world_size", 1) or 1)
+        ranks = float(argument(node, world, "ep_world_size", 1) or 1)
         return Call(kernel, {"tokens": tokens, "top_k": top_k, "hidden": width(data), "ranks": max(1.0, ranks),
                              "payload_bytes": payload})
 
@@ -176,8 +178,8 @@ TABLE: dict[str, Pricer] = {
     "npu.npu_rotary_mul": _rotary, "npu.npu_interleave_rope": _interleave,
     "npu.npu_moe_gating_top_k": _gating, "npu.npu_moe_init_routing_v2": _init_routing,
     "npu.npu_moe_finalize_routing": _finalize,
-    "npu.npu_moe_distribute_dispatch_v2": _exchange("moe_dispatch"),
-    "npu.npu_moe_distribute_combine_v2": _exchange("moe_combine"),
+    "npu.npu_moe_distribute_dispatch_v2": _exchange("moe_dispatch", 3),
+    "npu.npu_moe_distribute_combine_v2": _exchange("moe_combine", 6),
     "_c10d_functional.all_gather_into_tensor": _collective("all_gather", lambda n, e: numel(n.args[0]) * e),
     "_c10d_functional.reduce_scatter_tensor": _collective("reduce_scatter", lambda n, e: numel(n) * e),
     "_c10d_functional.all_reduce": _collective("all_reduce", lambda n, e: numel(n) * e),

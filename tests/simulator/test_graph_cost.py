@@ -134,3 +134,25 @@ def test_collectives_have_the_size_of_their_group() -> None:
         found = call_of(node)
         assert (found.kernel, found.sizes) == (kernel, {"ranks": 8, "bytes_per_rank": rows * 512 * 2}), kernel
         assert found.known
+
+
+def test_both_exchanges_of_experts_have_the_size_of_their_group_wherever_it_stands() -> None:
+    """Dispatch has ``ep_world_size`` fourth, combine seventh behind two tensors of counts."""
+    g = Graph()
+    x, ids, scales = g.tensor("x", 4, 512), g.tensor("ids", 4, 8, dtype=torch.int32), g.tensor("scales", 4, 8)
+    rows, assist, counts = g.tensor("rows", 64, 512), g.tensor("assist", 512), g.tensor("counts", 16)
+
+    def call(target: str, args: tuple[object, ...], **kwargs: object) -> fx.Node:
+        node = g.graph.call_function(getattr(torch.ops.npu, target).default, args, kwargs)  # type: ignore[arg-type]
+        node.meta["val"] = torch.empty(4, 512, dtype=torch.bfloat16, device="meta")
+        return node
+
+    sizes = {"tokens": 4, "top_k": 8, "hidden": 512, "ranks": 16, "payload_bytes": 2}
+    combined = (rows, ids, assist, counts, scales)
+    for node, kernel in (
+        (call("npu_moe_distribute_dispatch_v2", (x, ids, "ep", 16, 0, 256)), "moe_dispatch"),
+        (call("npu_moe_distribute_combine_v2", (*combined, "ep", 16, 0, 256)), "moe_combine"),
+        (call("npu_moe_distribute_combine_v2", combined, group_ep="ep", ep_world_size=16), "moe_combine"),
+    ):
+        found = call_of(node)
+        assert (found.kernel, found.sizes, found.known) == (kernel, sizes, True)

@@ -80,11 +80,10 @@ def _at(rule: Rule, node: fx.Node, context: Context, log: Log) -> int:
 
 def _stopped(rule: Rule, node: fx.Node, stop: Stop, log: Log) -> None:
     recognised = isinstance(node.target, OpOverload) and node.target.namespace in RECOGNISED
-    alike = rule.resembles is not None and rule.resembles(stop)
-    if stop.matched < min(rule.near, THOROUGH) and not (recognised and rule.near > THOROUGH) and not alike:
+    if stop.matched < min(rule.near, THOROUGH) and not (recognised and rule.near > THOROUGH):
         return
     stop = nearest(rule.pattern, node, stop)
-    log.miss(Miss.stopped(rule.name, node, stop, alike or _near(rule, node, stop)))
+    log.miss(Miss.stopped(rule.name, node, stop, _near(rule, node, stop)))
 
 
 def _near(rule: Rule, node: fx.Node, stop: Stop) -> bool:

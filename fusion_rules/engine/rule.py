@@ -10,7 +10,7 @@ from torch import fx
 
 from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Alt, Op, Pattern
-from cannopy.fusion_rules.engine.stop import Stop, describe
+from cannopy.fusion_rules.engine.stop import describe
 from cannopy.fx_passes.graph import Editor, where
 from cannopy.fx_passes.program import Program
 
@@ -66,7 +66,6 @@ class Rule:
     ``near`` is the number of matched operations from which a failed match is reported as a miss. ``core`` is the part
     of the pattern that makes the formula recognisable; where it matches outside of any match of the rule, what
     should follow it is missing, and that is a miss too. With `NEVER`, an attempt that has the core's operation is near.
-    ``resembles`` tells whether an attempt that ends earlier than ``near`` is worth it for what stands at its end.
     ``supersedes`` names rules whose failed attempts at a result no longer matter where this one makes that result.
     """
 
@@ -78,7 +77,6 @@ class Rule:
     kernel: str = ""
     near: int = 3
     core: Op | None = None
-    resembles: Callable[[Stop], bool] | None = None
     supersedes: tuple[str, ...] = ()
 
     @property

@@ -12,9 +12,9 @@ from torch import fx
 
 from cannopy.fusion_rules.engine.legal import illegal
 from cannopy.fusion_rules.engine.match import Match
-from cannopy.fusion_rules.engine.pattern import Any, Number, op
+from cannopy.fusion_rules.engine.pattern import Alt, Any, Number, op
 from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
-from cannopy.fusion_rules.engine.stop import Stop, describe
+from cannopy.fusion_rules.engine.stop import describe
 from cannopy.fx_passes.graph import aten, dtype, is_call, shape
 
 OTHERS = (aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.maximum.default, aten.minimum.default)
@@ -23,6 +23,9 @@ OTHERS = (aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.maximum.defaul
 
 def check(match: Match, ctx: Context) -> Refusal | None:
     """A sum of two tensors of equal shape and dtype, and the op's contract."""
+    other = match.get("other")
+    if other is not None:
+        return _no_sum(other)
     a, b, total = match["a"], match["b"], match["sum"]
     for value in (a, b):
         if not isinstance(value, fx.Node):
@@ -51,15 +54,26 @@ def rewrite(match: Match, ctx: Context) -> None:
     ctx.editor.replace(match.anchor, normed)
 
 
-def like_a_residual(stop: Stop) -> bool:
-    """Whether the norm reads what stands for a residual sum: a rounded sum, or another operation of two tensors.
+def _no_sum(other: fx.Node) -> Refusal:
+    """The refusal of what stands for a residual sum and is none."""
+    cast = is_call(other, aten._to_copy.default)
+    return Refusal(f"the norm reads no sum of two tensors, found {describe(other)}", other, "operation", "aten.add",
+                   describe(other), "drop this cast, or keep one dtype, so that the norm reads the sum" if cast else
+                   "compute this step with aten.add")
+
+
+def _unlike_a_residual(value: object) -> str | None:
+    """What ``value`` is unless it stands for a residual sum: a rounded sum, or another operation of two tensors.
 
     All are [..., H]. A gated product whose result and operands only the norm reads is none: no residual goes on there.
     """
-    value = stop.value
+    if not isinstance(value, fx.Node):
+        return describe(value)
     if is_call(value, aten._to_copy.default):
-        return _of_two(value.args[0], aten.add.Tensor)
-    return _of_two(value, *OTHERS) and any(len(n.users) > 1 for n in (value, *value.all_input_nodes))
+        alike = _of_two(value.args[0], aten.add.Tensor)
+    else:
+        alike = _of_two(value, *OTHERS) and any(len(n.users) > 1 for n in (value, *value.all_input_nodes))
+    return None if alike else describe(value)
 
 
 def _of_two(value: object, *targets: object) -> bool:
@@ -72,7 +86,7 @@ RULE = Rule(
     equation="x = a + b; rms_norm(x, gamma, eps)  →  npu_add_rms_norm(a, b, gamma, eps)",
     pattern=op(
         "cannopy::rms_norm",
-        op(aten.add.Tensor, Any("a"), Any("b"), name="sum"),
+        Alt((op(aten.add.Tensor, Any("a"), Any("b"), name="sum"), Any("other", _unlike_a_residual, "a residual sum"))),
         Any("gamma"),
         Number("eps"),
     ),
@@ -80,5 +94,4 @@ RULE = Rule(
     rewrite=rewrite,
     kernel="npu_add_rms_norm",
     near=2,
-    resembles=like_a_residual,
 )

@@ -71,7 +71,7 @@ class _Split:
 
     def run(self) -> int:
         """The number of attentions that were split."""
-        routed = {m.end: m for m in mixtures(self.work)} if self.work.editor.calls(_MIXTURE) else {}
+        routed = {m.end: m for m in mixtures(self.work, KIND)} if self.work.editor.calls(_MIXTURE) else {}
         handlers = self._handlers()
         for node in list(self.editor.graph.nodes):
             if node.op != "call_function":

@@ -79,16 +79,17 @@ class Mixture:
         return called(found.args[0], (GATING, "aten::topk"))
 
 
-def mixtures(work: Work) -> list[Mixture]:
-    """Every routed MLP, in graph order. Raises `ParallelError` for experts that are not of that form."""
+def mixtures(work: Work, kind: str = KIND) -> list[Mixture]:
+    """Every routed MLP, in graph order. Raises `ParallelError` of the cut of ``kind`` for experts that are not of that
+    form."""
     ends = work.editor.calls([FINALIZE])
-    found = [_mixture(work, end) for end in ends]
+    found = [_mixture(work, end, kind) for end in ends]
     known = {n for m in found for n in (m.init, *m.grouped)}
     for node in work.editor.calls([INIT, GROUPED, "aten::_grouped_mm", "transformers::grouped_mm_fallback"]):
         if node not in known:
-            raise error(work.layout, KIND, node, f"{node.target} is not part of routed experts that can be spread"
+            raise error(work.layout, kind, node, f"{node.target} is not part of routed experts that can be spread"
                                                  f"{why_not_fused(work.log)}")
-    _all_are_fused(work, found)
+    _all_are_fused(work, found, kind)
     return found
 
 
@@ -101,23 +102,23 @@ def why_not_fused(log: Log | None) -> str:
     return f"; the fusion {RULE} did not apply: {'; '.join(reasons)}"
 
 
-def _all_are_fused(work: Work, found: Sequence[Mixture]) -> None:
+def _all_are_fused(work: Work, found: Sequence[Mixture], kind: str) -> None:
     """Every router's choice leads to experts that were found: no mixture stays whole."""
     routed = {whole_ids(m.ids).args[0] for m in found if is_call(whole_ids(m.ids), operator.getitem)}
     for router in work.editor.calls([GATING]):
         if router not in routed:
-            raise error(work.layout, KIND, router, "the experts that this router chooses are in no kernel that can be "
+            raise error(work.layout, kind, router, "the experts that this router chooses are in no kernel that can be "
                                                    f"spread{why_not_fused(work.log)}")
 
 
 class _Parts:
     """Takes a mixture apart from its end; every step that does not fit is an error that names the node."""
 
-    def __init__(self, work: Work) -> None:
-        self.work = work
+    def __init__(self, work: Work, kind: str) -> None:
+        self.work, self.kind = work, kind
 
     def refuse(self, node: fx.Node, text: str) -> Any:
-        raise error(self.work.layout, KIND, node, f"routed experts cannot be spread: {text}")
+        raise error(self.work.layout, self.kind, node, f"routed experts cannot be spread: {text}")
 
     def call(self, node: object, name: str, reader: fx.Node) -> fx.Node:
         """``node``, which must call ``name`` and be read by the experts alone."""
@@ -150,8 +151,8 @@ class _Parts:
                 self.refuse(user, f"it reads {node.name} inside of the experts")
 
 
-def _mixture(work: Work, end: fx.Node) -> Mixture:
-    parts = _Parts(work)
+def _mixture(work: Work, end: fx.Node, kind: str) -> Mixture:
+    parts = _Parts(work, kind)
     end_given = parts.only(end, expanded_permuted_rows=..., skip1=..., skip2=..., bias=None, scales=...,
                            expanded_src_to_dst_row=..., export_for_source_row=None, drop_pad_mode=...)
     mode, rows = end_given["drop_pad_mode"], end_given["expanded_permuted_rows"]

@@ -27,7 +27,7 @@ def cut(work: Work) -> int:
         raise ParallelError(f"{KIND}={layout.size(KIND)} with ep={layout.size('ep')}: experts are cut in width or "
                             "spread, not both; leave one of them out")
     rows, part = Rows(work.editor, layout, KIND), Part(layout.position(KIND), layout.size(KIND))
-    found = mixtures(work)
+    found = mixtures(work, KIND)
     for m in found:
         _cut(work, rows, part, m)
     return len(found)

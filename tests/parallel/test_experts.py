@@ -281,8 +281,9 @@ def changed(target: str, **given: Any) -> Program:
     ("finalize", {"scales": None}, "one weight per pair"),
 ])
 def test_other_arguments_are_refused(target: str, given: dict[str, Any], words: str) -> None:
-    with pytest.raises(ParallelError, match=words):
-        cut(changed(target, **given), "ep=2,dp=2", 0)
+    for kind in ("ep", "moe_tp"):
+        with pytest.raises(ParallelError, match=rf"^{kind}=2: .*({words})"):
+            cut(changed(target, **given), f"{kind}=2,dp=2", 0)
 
 
 def test_bias_and_computed_weights_are_refused() -> None:
@@ -316,8 +317,9 @@ def test_experts_that_are_in_no_kernel_are_not_left_whole() -> None:
         return out
 
     weights = [torch.randn(16, H, INNER).bfloat16(), torch.randn(16, INNER, H).bfloat16()]
-    with pytest.raises(ParallelError, match=r"this router chooses are in no kernel.* is it switched off"):
-        cut(traced(loose, even(0), weights).program, "ep=2,dp=2", 0)
+    for kind in ("ep", "moe_tp"):
+        with pytest.raises(ParallelError, match=rf"^{kind}=2: .*chooses are in no kernel.* is it switched off"):
+            cut(traced(loose, even(0), weights).program, f"{kind}=2,dp=2", 0)
 
 
 def test_the_reason_of_the_fusion_is_told() -> None:

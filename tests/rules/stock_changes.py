@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Qwen3Config, Qwen3ForCausalLM, StaticCache
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3Config, Qwen3ForCausalLM, StaticCache
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
+from cannopy.models.lively import lively_
 from tests.rules import support
 
 LAYERS = 2
@@ -139,6 +140,16 @@ def not_renormalised(_: Patch) -> Call:
     return deepseek(norm_topk_prob=False, first_k_dense_replace=0)
 
 
+def no_low_rank_queries(_: Patch) -> Call:
+    """DeepSeek-V3 as published with q_lora_rank None: one projection makes the queries."""
+    sizes = {k: v for k, v in support.SIZES.items() if not k.startswith("index_")}
+    sizes |= {"q_lora_rank": None, "num_hidden_layers": LAYERS, "first_k_dense_replace": LAYERS}
+    model = DeepseekV3ForCausalLM._from_config(
+        DeepseekV3Config(**sizes), dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    args, kwargs = support.inputs(lively_(model, 0), 1)
+    return model, args, kwargs
+
+
 @dataclass(frozen=True)
 class Said:
     """Of ``rule``: kind, and a part each of expected, found, source line and remedy; the clause of a contract."""
@@ -171,6 +182,9 @@ CHANGES: dict[str, tuple[Callable[[Patch], Call], Said]] = {
         "sparse_flash_attention", "mask", "causal by position", "", "", "causal mask to the model")),
     "cache": (cache_written_twice, Said(
         "mla_prolog", "operand", "the same index", "", "cache_position = ", "let both places read")),
+    "low rank": (no_low_rank_queries, Said(
+        "mla_prolog", "operand", "the chains of MLA", "cannopy.rms_norm", "self.weight * hidden_states",
+        "with q_lora_rank")),
     "contract": (width_1280, Said(
         "mla_prolog", "contract", "7168", "1280", "", "npu_mla_prolog_v3 on atlas-a3 takes", "npu_mla_prolog_v3.")),
     "missing": (not_renormalised, Said(

@@ -26,9 +26,10 @@ from cannopy.stream_scheduler.plan.segments import Segment, segments
 from cannopy.stream_scheduler.scheduler import assemble, homes, layer
 from cannopy.stream_scheduler.scheduler.fusing import Fuser
 from cannopy.stream_scheduler.scheduler.options import ScheduleOptions
+from cannopy.stream_scheduler.scheduler.prefetch import UNKNOWN_WEIGHTS
 from cannopy.stream_scheduler.scheduler.problem import Problem, Solution
 from cannopy.stream_scheduler.scheduler.stretch import Stretch
-from cannopy.stream_scheduler.simulator import Machine, Schedule, simulate
+from cannopy.stream_scheduler.simulator import Machine, Schedule, Task, simulate
 
 STUCK = "it reads weights and caches only, so nothing can make it wait: it stays on the main stream"
 REPEATED = 8
@@ -51,9 +52,11 @@ def schedule(graph: Schedule, machine: Machine, options: ScheduleOptions | None 
         known("kernel", pin.node, names)
     if not graph.tasks:
         return Plan(options.target)
+    for pin in options.pins.nodes:
+        _refuse_contradictions(pin, options)
     work = _Work(graph, machine, options, fuser)
     work.run()
-    return _checked(work.plan(), graph, machine, options)
+    return _checked(work, graph, machine, options)
 
 
 @dataclass
@@ -203,15 +206,33 @@ def _seam(part: Segment, after: Segment) -> tuple[tuple[int, int], ...]:
     return tuple((i, index[name]) for i, task in enumerate(after.tasks) for name in task.deps if name in index)
 
 
-def _checked(plan: Plan, graph: Schedule, machine: Machine, options: ScheduleOptions) -> Plan:
-    """``plan`` with its times; the plan of one stream when that is faster and nothing is forced or pinned."""
+def _refuse_contradictions(pin: Pin, options: ScheduleOptions) -> None:
+    """`PlanError` for a pin that asks for what is forbidden everywhere."""
+    asked = {
+        "streams": pin.stream not in (None, "main"),
+        "core_limits": pin.cores not in (None, "whole"),
+        "prefetch": pin.prefetch is True,
+        "super_kernel": pin.super_kernel is True,
+    }
+    for feature, wanted in asked.items():
+        if wanted and options.pins.switch(feature) == "forbid":
+            raise PlanError(f"the pin of {pin.node} cannot be met: {feature} is forbidden; pin the other "
+                            "kernels instead, or leave the pin out")
+
+
+def _checked(work: _Work, graph: Schedule, machine: Machine, options: ScheduleOptions) -> Plan:
+    """The plan of ``work`` with its times; the plan of one stream when that is faster and nothing is forced or pinned.
+    """
+    plan = work.plan()
     forced = [feature for feature in FEATURES if options.pins.switch(feature) == "force"]
     for feature in forced:
         if not any(d.applied for d in plan.decisions if d.feature == feature):
             reasons = sorted({d.reason for d in plan.decisions if d.feature == feature})
             raise PlanError(f"{feature} is forced, but possible nowhere: {'; '.join(reasons)}")
+    tasks = {task.name: task for task in graph.tasks}
+    cuts = {cut.task.name: cut.reason for extra in work.extras.values() for cut in extra.cuts}
     for pin in options.pins.nodes:
-        if wrong := _missed(pin, plan):
+        if wrong := _missed(pin, plan, tasks[pin.node], cuts):
             raise PlanError(f"the pin of {pin.node} cannot be met: {wrong}")
     serial = simulate(graph.serial(), machine).step_us
     predicted = serial if plan.changes_nothing else simulate(to_schedule(plan, graph), machine).step_us
@@ -224,8 +245,8 @@ def _checked(plan: Plan, graph: Schedule, machine: Machine, options: ScheduleOpt
                                lower_bound_us=bounds(graph, machine).us)
 
 
-def _missed(pin: Pin, plan: Plan) -> str:
-    """What of ``pin`` does not hold in ``plan``."""
+def _missed(pin: Pin, plan: Plan, task: Task, cuts: Mapping[str, str]) -> str:
+    """What of ``pin`` of ``task`` does not hold in ``plan``. ``cuts`` {kernel: why it ends a SuperKernel region}."""
     placed = plan.by_node[pin.node]
     fetched = any(fetch.before == pin.node for fetch in plan.prefetches)
     if pin.stream is not None and placed.stream != pin.stream:
@@ -233,7 +254,20 @@ def _missed(pin: Pin, plan: Plan) -> str:
     if pin.cores is not None and placed.cores != (None if pin.cores == "whole" else pin.cores):
         return f"its core limit is {placed.cores}, not {pin.cores}"
     if pin.super_kernel is not None and (placed.super_kernel is not None) != pin.super_kernel:
-        return "no SuperKernel region can hold it" if pin.super_kernel else "it is in a SuperKernel region"
+        return _no_region(task, cuts) if pin.super_kernel else "it is in a SuperKernel region"
     if pin.prefetch is not None and fetched != pin.prefetch:
-        return "no window is open for its weights" if pin.prefetch else "its weights are prefetched"
+        return _no_prefetch(task) if pin.prefetch else "its weights are prefetched"
     return ""
+
+
+def _no_region(task: Task, cuts: Mapping[str, str]) -> str:
+    alone = "no kernel that fuses stands next to it in its stream under its core limit"
+    return f"no SuperKernel region can hold it: {cuts.get(task.name, alone)}"
+
+
+def _no_prefetch(task: Task) -> str:
+    if not task.weights:
+        return "it reads no weight"
+    if task.load.kernel in UNKNOWN_WEIGHTS:
+        return "which part of its weights it reads is not known before"
+    return "no window is open for its weights"

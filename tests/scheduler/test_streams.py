@@ -128,11 +128,22 @@ def test_pins_and_switches() -> None:
         (Pin("0.shared_upp"), "did you mean '0.shared_up'"),
         (Pin("0.shared_up", stream="side7"), "did you mean 'side1'"),
         (Pin("1.add", stream="side1"), "would not be joined"),
-        (Pin("0.dispatch", super_kernel=True), "no SuperKernel region can hold it"),
-        (Pin("0.experts_up", prefetch=True), "no window is open"),
+        (Pin("0.dispatch", super_kernel=True), r"can hold it: moe_dispatch does not fuse \(torchair"),
+        (Pin("0.experts_up", prefetch=True), "which part of its weights it reads is not known before"),
+        (Pin("0.norm", prefetch=True), "it reads no weight"),
+        (Pin("0.router", prefetch=True), "no window is open"),
     ):
         with pytest.raises(PlanError, match=problem_text):
             plan(graph, pins=Pins({}, (pin,)))
+    for feature, pin in (
+        ("streams", Pin("1.shared_down", stream="side1")), ("core_limits", Pin("0.experts_up", cores=(12, 24))),
+        ("prefetch", Pin("0.router", prefetch=True)), ("super_kernel", Pin("0.gating", super_kernel=True)),
+    ):
+        with pytest.raises(PlanError, match=f"the pin of {pin.node} cannot be met: {feature} is forbidden"):
+            plan(graph, pins=Pins({feature: "forbid"}, (pin,)))
+    alone = Schedule((task("one", "add_rms_norm", VECTOR, 5), task("two", "moe_dispatch", VECTOR, 5, "one")), graphs=0)
+    with pytest.raises(PlanError, match="no kernel that fuses stands next to it"):
+        plan(alone, pins=Pins({}, (Pin("one", super_kernel=True),)))
     with pytest.raises(PlanError, match="core_limits is forced, but possible nowhere"):
         plan(Schedule((task("one", "add_rms_norm", VECTOR, 5),), graphs=0), pins=Pins({"core_limits": "force"}))
 

@@ -140,12 +140,16 @@ def _changed(item: str, old: str | None, new: str | None, limit: int) -> str:
         a, b = (dict(part.partition("=")[::2] for part in text.split("; ")) for text in (old, new))
         names = [n for n in sorted(a.keys() | b.keys()) if a.get(n) != b.get(n)]
         more = f" and {len(names) - limit} more of it" if len(names) > limit else ""
-        return "; ".join(f"{item}{n}: {_short(a.get(n))} -> {_short(b.get(n))}" for n in names[:limit]) + more
-    return f"{item}: {_short(old)} -> {_short(new)}"
+        return "; ".join(f"{item}{n}: {_both(a.get(n), b.get(n))}" for n in names[:limit]) + more
+    return f"{item}: {_both(old, new)}"
 
 
-def _short(text: str | None) -> str:
-    return "absent" if text is None else text if len(text) <= 60 else f"{text[:57]}…"
+def _both(old: str | None, new: str | None) -> str:
+    """``old -> new``, each cut where it is long; what differs behind the cut is told by digests."""
+    texts = ["absent" if t is None else t if len(t) <= 60 else f"{t[:57]}…" for t in (old, new)]
+    if texts[0] == texts[1]:
+        texts = [f"{t[:40]}… {digest(full or '')[:8]}" for t, full in zip(texts, (old, new), strict=True)]
+    return " -> ".join(texts)
 
 
 def _digest(items: Items) -> str:
@@ -153,19 +157,23 @@ def _digest(items: Items) -> str:
 
 
 def _attributes(describer: Describer, modules: Mapping[str, torch.nn.Module]) -> tuple[dict[str, str], dict[str, str]]:
-    """Plain attributes, one text per module, and the entries of configs (met once each) in full."""
+    """Plain attributes, one text per module below the first, and the entries of configs (met once each) in full."""
     attributes: dict[str, str] = {}
     config: dict[str, str] = {}
+    root = modules[""]
     for name, module in modules.items():
         path = f"self.{name}" if name else "self"
         lines = []
         for item, text in describer.module_items(module, path):
             if item.startswith(f"{path}.config"):
                 config[item] = text
+            elif module is root:
+                attributes[item] = text
             else:
                 lines.append(f"{item[len(path) :]}={text}")
         short = "; ".join(lines)
-        attributes[path] = short if len(short) <= 160 else _by_name(lines)
+        if lines:
+            attributes[path] = short if len(short) <= 160 else _by_name(lines)
     return attributes, config
 
 

@@ -222,14 +222,28 @@ def test_package_files_are_those_of_every_package() -> None:
     assert any(n.startswith("cannopy.frontend/") for n in names)
 
 
-def test_one_of_many_attributes_is_named() -> None:
-    def identity_with(**plan: int) -> Any:
+def test_one_of_many_attributes_of_a_layer_is_named() -> None:
+    def identity_with(plan: int) -> Any:
         model = tiny()
         for i in range(20):
-            setattr(model, f"number_{i}", i * 1000003)
+            setattr(model.proj, f"number_{i}", i * 1000003)
+        model.proj.plan = {"layers": [1, plan]}
+        return identity(model, example())
+
+    changed = key.differences(identity_with(2), identity_with(3))
+    assert len(changed) == 1
+    assert changed[0].startswith("attributes (self.proj.plan: ")
+
+
+def test_what_differs_in_long_values_is_told_by_digests() -> None:
+    def identity_with(**plan: int) -> Any:
+        model = tiny()
         model.plan = {"layers": [list(range(20)), plan]}
         return identity(model, example())
 
     changed = key.differences(identity_with(a=1), identity_with(a=2))
     assert len(changed) == 1
-    assert changed[0].startswith("attributes (self.plan: ")
+    assert changed[0].startswith("attributes (self.plan['layers']: ")
+    old, new = changed[0].partition(": ")[2].rstrip(")").split(" -> ")
+    assert all(text.startswith("list(list(0,1,2,") for text in (old, new))
+    assert old != new

@@ -110,7 +110,7 @@ OBJECTS: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], Any], str]] = {
     ),
     "tied": (tie, r"parameters \(layers\.1\.proj\.weight: .* tied to layers\.0"),
     "hook": (lambda m, mp: m.layers[0].register_forward_hook(lambda *a: None), r"self\.layers\.0"),
-    "training": (lambda m, mp: m.train(), r"attributes \(self\.training: False -> True"),
+    "training": (lambda m, mp: m.train(), r"attributes \(self\.layers\.training: False -> True; .* and 3 more\)"),
     "training of one": (lambda m, mp: m.layers[1].train(), r"attributes \(self\.layers\.1\.training: "),
     "forward of one object": (lambda m, mp: setattr(m.layers[0], "forward", lambda x, k=None: x), r"self\.layers\.0"),
     "method on the class": (lambda m, mp: mp.setattr(type(m.layers[0]), "inner", lambda s, x: x), r"code \("),

@@ -58,10 +58,15 @@ $(READY): pyproject.toml setup.py requirements/dev.txt requirements/torch.txt $(
 	  echo "make: $(PYTHON) is not Python 3.10 to 3.13, for which torch_npu has wheels: make PYTHON=python3.11" >&2; exit 1; }
 	@command -v "$${CC:-cc}" >/dev/null || command -v gcc >/dev/null || command -v clang >/dev/null || { \
 	  echo "make: no C compiler (cc, gcc or clang), which the CANN stand-in is built with. Install gcc." >&2; exit 1; }
-	@echo "Setting up .venv (torch, torch_npu, transformers: about 600 MB, a few minutes the first time)"
+	@echo "Setting up .venv: about 600 MB to download, a few minutes the first time"
+	@echo "  1/5 Python environment in .venv"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "  2/5 downloading torch (CPU build) and torch_npu: $(TORCH_INDEX) and PyPI"
 	@$(PIP) --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) -r requirements/torch.txt
+	@echo "  3/5 downloading transformers, sympy and the tools for tests: requirements/dev.txt, from PyPI"
 	@$(PIP) -c requirements/torch.txt -r requirements/dev.txt
+	@echo "  4/5 installing cannopy from this folder"
 	@$(PIP) --no-deps --no-build-isolation --editable .
+	@echo "  5/5 building the stand-in for CANN where there is none"
 	@$(BIN)/cannopy host status >/dev/null || $(BIN)/cannopy host install
 	@touch $@

@@ -259,7 +259,8 @@ def _architecture(folder: Path, config: Any) -> Any:
 def _from_factory(spec: str, file: Path, name: str, options: dict[str, Any]) -> LoadedModel:
     factory = _import_factory(file, name)
     accepted = inspect.signature(factory).parameters
-    asked = {k: v for k, v in options.items() if k in accepted}
+    asked = {k: v for k, v in options.items()
+             if k in accepted and (v is not None or accepted[k].default is inspect.Parameter.empty)}
     made = factory(**asked)
     if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module) and isinstance(made[1], str)):
         raise ModelSourceError(

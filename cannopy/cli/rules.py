@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from cannopy.cli.common import add_pipeline_arguments, console, print_json, verb_parser
@@ -10,12 +13,15 @@ from cannopy.environment import import_torch
 from cannopy.options import Options
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from cannopy.pipeline import Plan
 
 _DESCRIPTION = """\
 Lists the fusion rules in the order in which they run: the name by which each is switched (--fusion NAME=off, or
-fuse{NAME=off} in --pipeline) and reported, what becomes what, the device op, and for rules of your own where they are
-defined. Checks rule files, switches and the pipeline without a model: exit code 1 when something is wrong with them.
+fuse{NAME=off} in --pipeline) and reported, whether it is on, the device op, below them what becomes what, and for rules
+of your own where they are defined. Checks rule files, switches and the pipeline without a model: exit code 1 when
+something is wrong with them.
 """
 
 _EXAMPLES = """\
@@ -43,21 +49,29 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"pipeline": str(options.full_pipeline), "rules": found})
         return 0
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(show_edge=False, pad_edge=False, header_style="dim")
-    columns = {"rule": "rule", "switch": "switch", "equation": "what becomes what", "kernel": "device op"}
-    if made.user:
-        columns["origin"] = "defined at"
-    for column in columns.values():
-        table.add_column(column, overflow="fold")
-    for row in found:
-        table.add_row(*(escape(row[key]) for key in columns))
     screen = console(args)
-    screen.print(table)
-    screen.print(f"\npipeline: {options.full_pipeline}", markup=False, soft_wrap=True)
+    for group in groupby(found, key=itemgetter("rule")):
+        _show(screen, *group)
+    screen.print(f"pipeline: {options.full_pipeline}", markup=False, soft_wrap=True)
     return 0
+
+
+def _show(screen: Console, name: str, group: Iterable[dict[str, Any]]) -> None:
+    """A block for one rule: name, whether it is on, and device op, then what becomes what, wrapped to the width."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    forms = list(group)
+    kernels = dict.fromkeys(f["kernel"] for f in forms if f["kernel"])
+    head = Text(name, "bold")
+    for part in (forms[0]["switch"], *kernels):
+        head.append(f"  {part}" if part else "", "not bold")
+    screen.print(head)
+    for form in forms:
+        screen.print(Padding(Text(form["equation"]), (0, 0, 0, 4)))
+    for origin in dict.fromkeys(f["origin"] for f in forms if f["origin"]):
+        screen.print(f"    defined at {origin}", markup=False, soft_wrap=True)
+    screen.print()
 
 
 def rows(made: Plan) -> list[dict[str, Any]]:

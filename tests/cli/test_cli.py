@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from cannopy import cli
 
+ROOT = Path(__file__).parents[2]
 VERBS = ["run", "compile", "explain", "dump", "rules", "estimate", "timeline", "cache", "doctor", "host"]
 
 
@@ -122,3 +125,24 @@ def test_what_a_model_prints_stays_out_of_the_json(tmp_path: Path, capsys: pytes
     assert (data["hits"], data["misses"], data["off"], data["unmet"]) == ([], [], [], [])
     assert data["absent"]["swiglu"]
     assert "factory" in text.err
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
+def test_the_factory_in_the_readme_fuses_as_it_says(page, tmp_path, capsys):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    (block,) = [b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "def make(" in b]
+    (tmp_path / "my_model.py").write_text(block, encoding="utf-8")
+    assert cli.main(["explain", f"{tmp_path / 'my_model.py'}:make", "--phase", "decode", "--json"]) == 0
+    kernels = [k for hit in json.loads(capsys.readouterr().out)["hits"] for k in hit["kernels"]]
+    assert {"npu_rms_norm", "npu_swiglu"} <= set(kernels)
+    assert all(f"`{kernel}`" in text for kernel in ("npu_rms_norm", "npu_swiglu"))
+
+
+def test_set_up_tells_each_step_that_downloads():
+    made = subprocess.run(["make", "-n", "-W", "pyproject.toml", "setup"], cwd=ROOT, capture_output=True, text=True,
+                          check=True).stdout.splitlines()
+    installs = [i for i, line in enumerate(made) if " -m pip " in line]
+    assert len(installs) == 3
+    for i in installs:
+        assert re.match(r'echo "  \d/5 ', made[i - 1]), made[i - 1]
+    assert sum("downloading" in made[i - 1] for i in installs) == 2

@@ -35,6 +35,20 @@ def test_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     assert "defined at" not in capsys.readouterr().out
 
 
+def test_blocks_fit_the_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["rules", "--fusion", "swiglu=off"]) == 0
+    *lines, pipeline = capsys.readouterr().out.rstrip().splitlines()
+    assert pipeline.startswith("pipeline: ")
+    assert max(map(len, lines)) <= 80
+    heads = [line for line in lines if line and not line.startswith(" ")]
+    names = dict.fromkeys(rule.name for rule in (*catalog.LIFT, *catalog.fusions()))
+    assert [line.split()[0] for line in heads] == list(names)
+    assert "swiglu  off  npu_swiglu" in heads
+    text = " ".join(" ".join(lines).split())
+    assert all(" ".join(rule.equation.split()) in text for rule in catalog.fusions())
+
+
 def test_mistakes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["rules", "--fusion", "swigly=off"]) == 1
     assert "did you mean 'swiglu'" in capsys.readouterr().err

@@ -105,8 +105,9 @@ def _tell_raised(error: BaseException, raised: Any) -> None:
     """What the traced method itself raises becomes the cause of ``error``, with its arguments, as later versions do."""
     observed = error.__context__
     if isinstance(observed, exc.ObservedException):
-        by_user = getattr(raised._current_exception, "args", ())
-        observed.args = tuple(by_user or getattr(observed.__context__, "args", ()))
+        by_user, met = getattr(raised._current_exception, "args", ()), observed.__context__
+        same = met is not None and type(observed).__name__.startswith(f"Observed{type(met).__name__}")
+        observed.args = tuple(by_user or (met.args if met is not None and same else ()))
         error.__cause__ = observed
 
 
@@ -131,8 +132,8 @@ def graph_name(gm: torch.fx.GraphModule, scope: Mapping[str, Any], before: Mappi
 
 def whole_graph_settings() -> dict[str, Any]:
     """Dynamo settings by which a trace to one graph records values and sizes that depend on data, so that the line
-    which makes them can be named. Up to torch 2.8 only these do that, later versions always do for one graph."""
-    recorded = TORCH <= (2, 8)
+    which makes them can be named. torch 2.8 does that with these only, 2.13 for every trace to one graph."""
+    recorded = TORCH < (2, 13)
     return {"capture_scalar_outputs": recorded, "capture_dynamic_output_shape_ops": recorded}
 
 
@@ -183,10 +184,10 @@ def recorded_mutations() -> Iterator[None]:
 
 
 def in_one_mode(context: TracingContext, inputs: Sequence[torch.Tensor]) -> TracingContext:
-    """``context`` in the fake mode of those ``inputs`` that are fake: AOTAutograd of torch 2.8 takes no other. Later
-    versions make such inputs anew in the mode of the context."""
+    """``context`` in the fake mode of those ``inputs`` that are fake: AOTAutograd of torch 2.8 takes no other, that of
+    2.13 makes such inputs anew in the mode of the context."""
     modes = [t.fake_mode for t in inputs if isinstance(t, FakeTensor)]
-    if modes and TORCH <= (2, 8):
+    if modes and TORCH < (2, 13):
         context.fake_mode = modes[0]
     return context
 

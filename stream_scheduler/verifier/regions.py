@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from cannopy.stream_scheduler.plan.model import Cores, Placement
 from cannopy.stream_scheduler.verifier.violation import Subject, Violation
@@ -33,6 +33,8 @@ def super_kernels(subject: Subject, eligible: Callable[[str], str] | None) -> li
         elif not defined[name].stream_fusion:
             found += _one_place(name, inside)
             found += _in_a_row(subject, name, inside)
+    if not found:
+        found += _inner_waits(subject, {n: inside for n, inside in members.items() if not defined[n].stream_fusion})
     return found
 
 
@@ -60,6 +62,49 @@ def _in_a_row(subject: Subject, name: str, inside: list[Placement]) -> list[Viol
     between = [row[i] for i in range(min(places), max(places) + 1) if row[i].super_kernel != name]
     return [Violation("SuperKernel", (p.node,), f"{p.node} stands inside the region {name!r} and is not part of it; "
                       "end the region before it and open another one behind it") for p in between[:1]]
+
+
+def _inner_waits(subject: Subject, regions: dict[str, list[Placement]]) -> list[Violation]:
+    """A region has its cores from the first kernel to the last. What its other kernels wait for, and what need not have
+    ended before the first, finds cores beside all regions that wait for it."""
+    waiting: dict[str, list[tuple[str, str]]] = {}
+    for name, inside in regions.items():
+        for node, other in _awaited_inside(subject, inside):
+            waiting.setdefault(other, []).append((name, node))
+    of_kernel = {p.node: inside for inside in regions.values() for p in inside}
+    chip = (subject.hardware.cube_cores, subject.hardware.vector_cores)
+    found = []
+    for other, who in waiting.items():
+        needed = _held(subject, of_kernel.get(other, [subject.placements[other]]))
+        cores = [_held(subject, regions[name]) for name, _ in who]
+        held = sum(c for c, _ in cores), sum(v for _, v in cores)
+        if any(needed[i] and held[i] + needed[i] > chip[i] for i in (0, 1)):
+            name, node = who[0]
+            holders = " and ".join(repr(n) for n, _ in who)
+            found.append(Violation("hang", (node, other), f"{node} inside the region {name!r} waits for {other}, which "
+                                   f"needs {_text(needed)}, and {holders} {'hold' if len(who) > 1 else 'holds'} "
+                                   f"{_text(held)} of the {_text(chip)} of the die meanwhile: {other} would never "
+                                   f"start. End the region before {node}, limit the cores, or let "
+                                   f"{regions[name][0].node} wait for {other}"))
+    return found
+
+
+def _awaited_inside(subject: Subject, inside: list[Placement]) -> Iterator[tuple[str, str]]:
+    """(kernel of a region but the first, kernel of another stream that it waits for and the first one does not)."""
+    order, first = subject.order, inside[0].node
+    early = order.before[order.position[first]] | order.in_stream[inside[0].stream]
+    for p in inside[1:]:
+        rest = order.before[order.position[p.node]] & ~early
+        early |= rest
+        while rest:
+            bit = rest & -rest
+            rest ^= bit
+            yield p.node, order.names[bit.bit_length() - 1]
+
+
+def _held(subject: Subject, inside: list[Placement]) -> Cores:
+    cores = [subject.cores(p.node) for p in inside]
+    return max(c for c, _ in cores), max(v for _, v in cores)
 
 
 def _text(cores: Cores | None) -> str:

@@ -7,9 +7,10 @@ import random
 
 import pytest
 
-from cannopy.stream_scheduler.plan.apply import serial_plan
-from cannopy.stream_scheduler.plan.model import Placement, Plan, SuperKernelRegion
-from cannopy.stream_scheduler.simulator import Machine, Schedule, Task
+from cannopy.stream_scheduler.constants import load_constants
+from cannopy.stream_scheduler.plan.apply import serial_plan, to_schedule
+from cannopy.stream_scheduler.plan.model import Placement, Plan, SuperKernelRegion, Wait
+from cannopy.stream_scheduler.simulator import Machine, Schedule, ScheduleError, Task, simulate
 from cannopy.stream_scheduler.verifier import GraphFacts, verify_plan
 from tests.simulator.loads import Fixed
 from tests.verifier.mutations import MUTATIONS, change
@@ -81,11 +82,63 @@ def test_stream_fusion_lets_a_region_span_streams() -> None:
 
 def test_what_the_verifier_takes_the_simulator_runs() -> None:
     """No accepted plan hangs in the simulator, which knows nothing of the verifier."""
-    from cannopy.stream_scheduler.constants import load_constants
-    from cannopy.stream_scheduler.plan.apply import to_schedule
-    from cannopy.stream_scheduler.simulator import simulate
-
     machine = Machine.of(CHIP, load_constants())
     for seed in range(20):
         one = case(seed)
         assert len(simulate(to_schedule(one.plan, one.schedule), machine).spans) == len(one.schedule.tasks)
+
+
+def crossed(limits: tuple[tuple[int, int] | None, tuple[int, int] | None], wait: bool = False, fused: bool = True,
+            options: str = "") -> list[str]:
+    """What is wrong with a region a, c on main whose second kernel reads b of a side stream, between ``limits`` of the
+    two streams. ``wait``: a waits for b. ``fused``: there is a region at all."""
+    tasks = (Task("in", Fixed(1.0)), Task("a", Fixed(1.0), deps=("in",)), Task("b", Fixed(1.0), deps=("in",)),
+             Task("c", Fixed(1.0), deps=("a", "b")))
+    region = "sk" if fused else None
+    placed = (Placement("in"), Placement("b", "side", limits[1]), Placement("a", "main", limits[0], region),
+              Placement("c", "main", limits[0], region))
+    plan = Plan("atlas-a3", placed, (Wait("a", "b"),) if wait else (),
+                regions=(SuperKernelRegion("sk", options),) if fused else ())
+    schedule = Schedule(tasks, graphs=0)
+    found = [v.check for v in verify_plan(plan, schedule, CHIP, GraphFacts(frozenset({"c"})))]
+    try:
+        simulate(to_schedule(plan, schedule), Machine.of(CHIP, load_constants()))
+    except ScheduleError:
+        assert "hang" in found
+    else:
+        assert "hang" not in found
+    return found
+
+
+def test_a_region_that_waits_inside_for_what_finds_no_cores_beside_it_hangs() -> None:
+    """As the simulator sees it, which shares no code with the verifier."""
+    assert crossed((None, None)) == ["hang"]
+    assert crossed(((16, 32), (8, 16))) == []
+    assert crossed((None, None), wait=True) == []
+    assert crossed((None, None), fused=False) == []
+    assert crossed((None, None), options="stream-fusion=1") == []
+
+
+def test_two_regions_that_wait_inside_for_one_kernel_leave_it_cores_together() -> None:
+    """8 + 8 cores are held, and the kernel that both wait for needs 8 or 16."""
+    def checks(needed: int) -> set[str]:
+        own = {"a0": 8, "a1": 8, "b0": 8, "b1": 8, "s": needed}
+        deps = {"a0": ("in",), "b0": ("in",), "s": ("in",), "a1": ("a0", "s"), "b1": ("b0", "s"), "end": ("a1", "b1")}
+        cores = {name: (cube, 0) for name, cube in own.items()}
+        tasks = [Task(n, Fixed(1.0, cores.get(n, (24, 48))), deps=deps.get(n, ())) for n in ("in", *own, "end")]
+        streams = {"b": "side1", "s": "side2"}
+        placed = [Placement(n, streams.get(n[0], "main"), None, {"a": "ska", "b": "skb"}.get(n[0]))
+                  for n in ("in", "a0", "b0", "s", "a1", "b1")]
+        regions = (SuperKernelRegion("ska"), SuperKernelRegion("skb"))
+        plan = Plan("atlas-a3", (*placed, Placement("end")), regions=regions)
+        graph = Schedule(tuple(tasks), graphs=0)
+        found = {v.check for v in verify_plan(plan, graph, CHIP, GraphFacts(frozenset({"end"})))}
+        try:
+            simulate(to_schedule(plan, graph), Machine.of(CHIP, load_constants()))
+        except ScheduleError:
+            return found
+        assert not found
+        return found
+
+    assert checks(8) == set()
+    assert checks(16) == {"hang"}

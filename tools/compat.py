@@ -61,7 +61,10 @@ def say(text: str) -> None:
 
 @dataclass
 class Outcome:
-    """One environment: the main job's exit, parity by phase, and the core tests; ``skips`` counts tests by reason."""
+    """One environment: the main job's exit, parity by phase, and the core tests.
+
+    ``skips`` counts tests by reason; ``unrun`` are the entries of `CORE` that the run did not come to.
+    """
 
     torch: str
     torch_npu: str
@@ -74,6 +77,7 @@ class Outcome:
     failed: list[str] = field(default_factory=list)
     skipped: int = 0
     skips: dict[str, int] = field(default_factory=dict)
+    unrun: list[str] = field(default_factory=lambda: list(CORE))
     notes: list[str] = field(default_factory=list)
 
 
@@ -226,6 +230,7 @@ def core_tests(environment: Environment, outcome: Outcome, keep: Callable[[], No
             outcome.failed.append(name)
             outcome.notes.append(f"core tests of {name}: pytest ended with code {code} and wrote no result")
         _count(cases, outcome)
+        outcome.unrun.remove(name)
         keep()
         say(f"{environment.name}: {outcome.passed} passed, {len(outcome.failed)} failed, {outcome.skipped} skipped")
 
@@ -281,6 +286,8 @@ def page(found: Mapping[str, Mapping[str, Any]], reasons: Mapping[str, str]) -> 
         kernels = ", ".join(str(n) for n in o["kernels"].values())
         tests = (f"{o['passed']} passed, {len(o['failed'])} failed, {o['skipped']} skipped"
                  if o["passed"] or o["failed"] else "not run")
+        if o.get("unrun"):
+            tests += f"; not run: {', '.join(o['unrun'])}"
         text.append(f"| {o['torch']} | {o['torch_npu']} | {o['transformers']} | {o['python']} | {o['job']} | {kernels} "
                     f"| {o['parity'] or 'not measured'} | {tests} |")
     for name, o in found.items():

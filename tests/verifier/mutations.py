@@ -207,3 +207,20 @@ def region_with_a_kernel_that_does_not_fuse(case: Case, pick: random.Random) -> 
     name = f"more{pick.randint(0, 9)}"
     plan = dataclasses.replace(case.plan, regions=(*case.plan.regions, SuperKernelRegion(name)))
     return change(plan, chosen(case, pick, "embedding").node, super_kernel=name)
+
+
+@mutation("hang")
+def region_waits_inside_for_what_it_keeps_from_starting(case: Case, pick: random.Random) -> Plan:
+    """A kernel of the side branch comes before the region and has no limit, nor has the region, whose last kernel then
+    waits for it."""
+    rows = list(case.plan.placements)
+    region = pick.choice(case.plan.regions).name
+    inside = [p.node for p in rows if p.super_kernel == region]
+    norm = rows.index(next(p for p in rows if p.node == inside[0])) - 1
+    other = next(p for p in rows[norm:] if p.node.startswith("bf16_matmul"))
+    rows.remove(other)
+    rows.insert(norm + 1, other)
+    free = {other.node, *inside}
+    placed = [dataclasses.replace(p, cores=None) if p.node in free else p for p in rows]
+    waits = (*case.plan.waits, Wait(pick.choice(inside[1:]), other.node))
+    return dataclasses.replace(case.plan, placements=tuple(placed), waits=waits)

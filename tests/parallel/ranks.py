@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from cannopy.models.requests import Requests
 from cannopy.options import Options
 from cannopy.parity.graph import GraphParity, Values
 from cannopy.parity.measure import ParityReport
-from cannopy.parity.picks import Recorder
+from cannopy.parity.picks import Pick, Recorder
 from cannopy.parity.serving import fill
 from tests.parallel import lockstep
 
@@ -104,11 +104,29 @@ def check(case: Case, parallel: str, joint: Mapping[Any, Any] | None = None) -> 
     given = [values(case, program, args) for program, args in zip(programs, calls, strict=True)]
     recorders = [Recorder() for _ in programs]
     found = lockstep.run(programs, given, joint, recorders)
+    if Parallel.parse(parallel).cp > 1:
+        picks = in_order([recorder.picks for recorder in recorders])
+        for recorder in recorders:
+            recorder.picks = picks
     both = list(zip(calls, programs, found, recorders, strict=True))[:: len(programs) - 1]
     return [
         _Ran(case, args, program, rank, recorder).check(program)
         for args, program, rank, recorder in both
     ]
+
+
+def in_order(ranks: Sequence[Sequence[Pick]]) -> list[Pick]:
+    """Picks for all tokens of a prompt that cp has split: an indexer picks for a rank's two segments one by one, a
+    router for both at once."""
+    found, at = [], 0
+    while at < len(ranks[0]):
+        first = ranks[0][at]
+        count = 2 if first.kind == "keys" else 1
+        halves = [torch.cat([pick.indices for pick in picks[at : at + count]]).chunk(2) for picks in ranks]
+        rows = [half for half, _ in halves] + [half for _, half in reversed(halves)]
+        found.append(replace(first, indices=torch.cat(rows)))
+        at += count
+    return found
 
 
 def values(case: Case, program: Program, args: Call) -> dict[str, torch.Tensor]:

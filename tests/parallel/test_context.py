@@ -40,6 +40,8 @@ def test_prompts(name: str, sizes: dict[str, int], gathered: int) -> None:
     else:
         compare(case, "cp=2,embed_tp=2,lm_head_tp=2", 2e-3)
         compare(case, "cp=4,o_proj_tp=2,dense_tp=4", 1.5e-2)  # partial sums in bfloat16: 1.5 × eager's own 1e-2
+        for report in ranks.check(case, "cp=2"):  # next to eager in float64: limits of rounding
+            assert report.passed, report.failures
 
 
 def test_refused() -> None:

@@ -32,7 +32,6 @@ def test_nothing_is_captured_or_lowered_again(runs) -> None:
     cold, warm = runs
     assert {name.partition(":")[0] for name in cold["calls"]} == set(PARTS)  # the count sees what it should see
     assert warm["calls"] == {}
-    assert warm["seconds"] < cold["seconds"] / 4
 
 
 def test_results_and_caches_are_those_of_the_loaded_weights(runs) -> None:

@@ -30,6 +30,7 @@ from tests.backend.programs import (
     tiny,
     tiny_program,
 )
+from tests.cache_faults.kills import start_together, wait
 
 
 @pytest.fixture
@@ -319,3 +320,14 @@ def test_a_file_that_other_tools_read(tmp_path: Path) -> None:
     assert all(torch.equal(found[n], t) for n, t in odd.items())
     assert all(t.data_ptr() % 64 == 0 for t in found.values())
     json.dumps(list(safetensors.load_file(tmp_path / "odd")))
+
+
+def test_processes_that_write_at_once(tmp_path: Path) -> None:
+    def work(seed: int) -> Callable[[], None]:
+        return lambda: start(tmp_path, seed) and None
+
+    for _ in range(2):
+        assert [wait(pid) for pid in start_together([work(seed) for seed in (0, 1, 0, 1)])] == [0] * 4
+    assert len(files(tmp_path)) == 2
+    assert [e.problem for e in verify(tmp_path)] == [None]
+    assert list(tmp_path.glob(".weights-*/.tmp-*")) == []

@@ -157,15 +157,19 @@ class _Reader:
         features = _mapping(said.get("features") or {}, FEATURES, _at(said, "features", "pins"))
         for feature, switch in features.items():
             known(f"switch of {feature}", str(switch), SWITCHES, _at(features, feature, "pins, features"))
-        nodes = []
+        nodes: dict[str, Pin] = {}
+        lines: dict[str, int] = {}
         for n, (line, entry) in enumerate(_items(said.get("kernels"), _at(said, "kernels", "pins"))):
             where = marked.at(f"pins, kernel {n + 1}", line)
             one = _mapping(entry, _PIN, where)
             for number in self.keys.numbers(one.get("layers", ""), where):
                 task = self.keys.find(_text(one.get("kernel"), f"{where}, kernel"), number, where)
-                nodes.append(_pin(task.name, one, where))
+                if task.name in nodes:
+                    raise PlanError(f"{where}: {one.get('kernel')} of layer {self.keys.parts[number].name} is pinned "
+                                    f"already, in line {lines[task.name]}; say all of it there")
+                nodes[task.name], lines[task.name] = _pin(task.name, one, where), line
                 self.lines.setdefault(task.name, line)
-        return Pins(dict(features), tuple(nodes))
+        return Pins(dict(features), tuple(nodes.values()))
 
 
 def cores_of(value: object, where: str) -> Cores:

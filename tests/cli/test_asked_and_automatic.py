@@ -1,4 +1,5 @@
-"""A plan of the scheduler that cannot be used is followed by a lesser one, and the report says why; never an error."""
+"""A plan of the scheduler that cannot be used is followed by a lesser one, and the report says why; what is forced,
+forbidden or pinned is done, or it is an error that names the line."""
 
 from __future__ import annotations
 
@@ -26,11 +27,11 @@ class Branches(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        for name in ("up", "down", "side"):
+        for name in ("up", "down", "last", "side"):
             setattr(self, name, torch.nn.Linear(4096, 4096, bias=False))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.tanh(self.up(x))) + self.side(torch.relu(x))
+        return self.last(self.down(torch.tanh(self.up(x)))) + self.side(torch.relu(x))
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +126,71 @@ def test_what_was_asked_for_is_an_error(monkeypatch: pytest.MonkeyPatch, program
         planning.make(program, STAGE, "atlas-a3", pins)
     with pytest.raises(planning.PlanFileError, match="pipeline, stage schedule: no room"):
         planning.make(program, forced, "atlas-a3")
+
+
+def pinned(program: Program, folder: Path, kernels: str, features: str = "") -> Plan:
+    """The scheduler's plan with pins of ``kernels``, in line 5 of a file, and switches of ``features``."""
+    file = folder / "pins.yaml"
+    file.write_text(f"target: atlas-a3\npins:\n  features: {{{features}}}\n  kernels:\n"
+                    + "".join(f"  - {{layers: g1, {one}}}\n" for one in kernels.split("; ") if one))
+    return planning.make(program, STAGE, "atlas-a3", file).plan
+
+
+@pytest.mark.parametrize(("pin", "node", "found"), [
+    ("kernel: aten.mm#2, stream: side1", "mm_default_1", {"stream": "side1"}),
+    ("kernel: aten.relu, stream: main; kernel: aten.mm#4, stream: main", "mm_default_3", {"stream": "main"}),
+    ("kernel: aten.mm#2, cores: c8v16", "mm_default_1", {"cores": (8, 16)}),
+    ("kernel: aten.mm#2, cores: whole", "mm_default_1", {"cores": None}),
+    ("kernel: aten.mm#2, super_kernel: false", "mm_default_1", {"super_kernel": None}),
+])
+def test_a_pin_is_kept(lowered: Program, tmp_path: Path, pin: str, node: str, found: dict[str, object]) -> None:
+    placed = pinned(lowered, tmp_path, pin).by_node[node]
+    assert {name: getattr(placed, name) for name in found} == found
+
+
+def test_pins_of_regions_and_prefetches(lowered: Program, tmp_path: Path) -> None:
+    one_stream = "streams: forbid"
+    plain = pinned(lowered, tmp_path, "", f"{one_stream}, super_kernel: forbid")
+    node = plain.prefetches[0].before
+    key = f"aten.mm#{int(node.rpartition('_')[2]) + 1}"
+    kept = pinned(lowered, tmp_path, f"kernel: {key}, prefetch: true", one_stream)
+    assert node in {fetch.before for fetch in kept.prefetches}
+    fused = pinned(lowered, tmp_path, "kernel: aten.mm#2, super_kernel: true", one_stream)
+    assert fused.by_node["mm_default_1"].super_kernel == fused.by_node["mm_default_2"].super_kernel is not None
+    without = pinned(lowered, tmp_path, f"kernel: {key}, prefetch: false", one_stream)
+    assert node not in {fetch.before for fetch in without.prefetches}
+
+
+@pytest.mark.parametrize(("features", "holds"), [
+    ("streams: forbid", lambda plan: plan.streams == ("main",)),
+    ("streams: force", lambda plan: len(plan.streams) == 2),
+    ("core_limits: forbid", lambda plan: all(p.cores is None for p in plan.placements)),
+    ("core_limits: force", lambda plan: any(p.cores for p in plan.placements)),
+    ("prefetch: forbid", lambda plan: not plan.prefetches),
+    ("prefetch: force", lambda plan: len(plan.prefetches) > 1),
+    ("super_kernel: forbid", lambda plan: not plan.regions),
+    ("streams: forbid, super_kernel: force", lambda plan: len(plan.regions) == 1),
+])
+def test_a_switch_is_kept_in_a_file_and_in_the_pipeline(lowered: Program, tmp_path: Path, features: str,
+                                                        holds: Callable[[Plan], bool]) -> None:
+    assert holds(pinned(lowered, tmp_path, "", features))
+    (stage,) = parse(f"{DEFAULT}{{{features.replace(': ', '=').replace(' ', '')}}}").stages[-1:]
+    assert holds(planning.make(lowered, stage, "atlas-a3").plan)
+
+
+@pytest.mark.parametrize(("pin", "features", "words"), [
+    ("kernel: aten.add.Tensor, stream: side1", "", r"nothing of its layer reads it: .*\n    \w+: line 5 "),
+    ("kernel: aten.relu, stream: side5", "", r"unknown stream .*'side5'; did you mean 'side1'\?\n    relu: line 5 "),
+    ("kernel: aten.mm#2, cores: 8", "", r"line 5: pins, kernel 1: cores: expected .* as in c16v32, found 8"),
+    ("kernel: aten.tanh, super_kernel: true", "", r"hold it: elementwise is not known to fuse.*\n    tanh: line 5 "),
+    ("kernel: aten.tanh, prefetch: true", "", r"tanh cannot be met: it reads no weight\n    tanh: line 5 "),
+    ("kernel: aten.mm#2, prefetch: true", "prefetch: forbid", r"prefetch is forbidden; .*\n    mm_default_1: line 5 "),
+    ("kernel: aten.mm#2, stream: side1", "streams: forbid", r"streams is forbidden; .*\n    mm_default_1: line 5 "),
+    ("kernel: aten.mm#2, cores: c8v16; kernel: aten.mm#2, stream: main", "",
+     r"line 6: pins, kernel 2: aten.mm#2 of layer g1 is pinned already, in line 5; say all of it there"),
+    ("kernel: aten.mm#9, prefetch: true", "", r"line 5: pins, kernel 1: unknown kernel .*'aten.mm#9'; did you mean"),
+])
+def test_what_cannot_be_kept_names_its_line(lowered: Program, tmp_path: Path, pin: str, features: str,
+                                            words: str) -> None:
+    with pytest.raises(planning.PlanFileError, match=r"pins\.yaml: .*" + words):
+        pinned(lowered, tmp_path, pin, features)

@@ -8,6 +8,7 @@ from cannopy.fusion_rules.lift import attention_written as lift_attention_writte
 from cannopy.fusion_rules.lift import norm_scale as lift_norm_scale
 from cannopy.fusion_rules.lift import rms_norm as lift_rms_norm
 from cannopy.fusion_rules.lift import rotary as lift_rotary
+from cannopy.fusion_rules.lift import rotary_pairs as lift_rotary_pairs
 from cannopy.fusion_rules.lower import add_rms_norm, interleave_rope, rms_norm, rotary_mul
 from cannopy.fusion_rules.rewrite import (
     fused_infer_attention,
@@ -28,10 +29,12 @@ LIFT: tuple[Rule, ...] = (
     *lift_rms_norm.RULES,
     *lift_norm_scale.RULES,
     *lift_rotary.RULES,
+    *lift_rotary_pairs.RULES,
     lift_attention.RULE,
     lift_attention_written.RULE,
 )
-"""ATen spellings to dialect ops."""
+"""ATen spellings to dialect ops. Pairs that a rule has taken apart for rotary_mul are not put together by the one for
+`lift_rotary_apart`, which ran before."""
 
 REWRITE: tuple[Rule, ...] = (
     sparse_flash_attention.RULE,

@@ -7,6 +7,8 @@ Half split of a tensor whose pairs were taken apart before (DeepSeek MLA in tran
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import fx
 
@@ -108,7 +110,7 @@ def check_pairs(match: Match, ctx: Context) -> Refusal | None:
             "the rotated pairs are neither even/odd elements nor halves of the last dim", match.anchor, "constant",
             "even and odd elements, or first and second half, of the last dim", _slices(match),
             "rotate the whole last dim; where only part of it is rotated, slice that part off first")
-    return _broadcasts(match, shape(match["x"])[-1] // 2)
+    return broadcasts(match, match["x"], shape(match["x"])[-1] // 2, shape(match["x"]))
 
 
 def check_rotate_half(match: Match, ctx: Context) -> Refusal | None:
@@ -117,7 +119,7 @@ def check_rotate_half(match: Match, ctx: Context) -> Refusal | None:
         return Refusal("the rotated parts are not the two halves of the last dim", match.anchor, "constant",
                        "first and second half of the last dim", _slices(match),
                        "rotate the whole last dim; where only part of it is rotated, slice that part off first")
-    refusal = _broadcasts(match, shape(match["x"])[-1])
+    refusal = broadcasts(match, match["x"], shape(match["x"])[-1], shape(match["x"]))
     if refusal is not None:
         return refusal
     for name in ("cos", "sin"):
@@ -131,27 +133,29 @@ def check_rotate_half(match: Match, ctx: Context) -> Refusal | None:
     return None
 
 
-def _broadcasts(match: Match, size: int) -> Refusal | None:
+def broadcasts(match: Match, x: fx.Node, size: int, result: Sequence[int]) -> Refusal | None:
+    """``cos`` and ``sin`` of ``match`` have ``size`` entries, at most the dims of ``x`` and its dtype, and leave the
+    anchor the shape ``result``."""
     for name in ("cos", "sin"):
         node = match[name]
         if not isinstance(node, fx.Node) or shape(node)[-1:] != (size,):
             return Refusal(f"{name} does not have {size} entries in its last dim",
                            node if isinstance(node, fx.Node) else match.anchor, "shape",
                            f"{name} [..., {size}]", describe(node), f"give {name} {size} entries per token")
-        if len(shape(node)) > len(shape(match["x"])):
+        if len(shape(node)) > len(shape(x)):
             return Refusal(f"{name} has more dims than the rotated tensor", node, "shape",
-                           f"{name} of at most {len(shape(match['x']))} dims", str(list(shape(node))),
+                           f"{name} of at most {len(shape(x))} dims", str(list(shape(node))),
                            f"squeeze {name} before the rotation")
-    if shape(match.anchor) != shape(match["x"]):
-        return Refusal("cos broadcasts the rotated tensor to another shape", match.anchor, "shape",
-                       str(list(shape(match["x"]))), str(list(shape(match.anchor))),
+    if shape(match.anchor) != tuple(result):
+        return Refusal("cos broadcasts the rotated tensor to another shape", match.anchor, "shape", str(list(result)),
+                       str(list(shape(match.anchor))),
                        "expand the rotated tensor before the rotation, or rotate once per token")
-    dtypes = {k: dtype(match[k]) for k in ("x", "cos", "sin")}
-    if len(set(dtypes.values())) > 1:
-        found = ", ".join(f"{k} {describe(kind)} ({where(match[k])})" for k, kind in dtypes.items())
+    operands = {"x": x, "cos": match["cos"], "sin": match["sin"]}
+    if len({dtype(node) for node in operands.values()}) > 1:
+        found = ", ".join(f"{k} {describe(dtype(node))} ({where(node)})" for k, node in operands.items())
         return Refusal(f"the rotation mixes dtypes: {found}", match.anchor, "dtype",
                        "one dtype for the rotated tensor, cos and sin", found,
-                       f"cast cos and sin to {describe(dtype(match['x']))} before the rotation")
+                       f"cast cos and sin to {describe(dtype(x))} before the rotation")
     return None
 
 

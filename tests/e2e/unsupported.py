@@ -187,7 +187,7 @@ PIECES = {
     "LoRA": Piece(lora, ("swiglu", "found aten.add"), (ATTENTION, "rotary_mul")),
     "attention sinks": Piece(sinks, ("lift_attention", "found aten.slice")),
     "alibi": Piece(alibi, (ATTENTION, "the mask is not provably causal")),
-    "rope stacked back": Piece(stacked_back, ("lift_rotary", "found aten.stack"), (ATTENTION, "swiglu")),
-    "complex rope": Piece(complex_numbers, ("lift_rotary", "found aten.stack"), (ATTENTION, "swiglu")),
-    "table of complex rope": Piece(complex_table, ("lift_rotary", "found aten.stack"), (ATTENTION, "swiglu")),
+    "rope stacked back": Piece(stacked_back, None, (ATTENTION, "rotary_mul", "swiglu")),
+    "complex rope": Piece(complex_numbers, None, (ATTENTION, "rotary_mul", "swiglu")),
+    "table of complex rope": Piece(complex_table, None, (ATTENTION, "rotary_mul", "swiglu")),
 }

@@ -59,11 +59,15 @@ def _number(e: Edit, node: fx.Node) -> Tensor:
     return value
 
 
+ZERO = ((aten.mul.Tensor, 0.0), (aten.mul.Tensor, -0.0), (aten.div.Tensor, math.inf))
+INFINITE = ((aten.mul.Tensor, math.inf), (aten.mul.Tensor, -math.inf), (aten.div.Tensor, 0.0), (aten.div.Tensor, -0.0))
+
+
 def _no_factor(e: Edit, node: fx.Node) -> list[Any]:
-    """Times 0, times infinity, over 0: 0, infinite or NaN whatever the value is."""
-    target, number = e.rng.choice([
-        (aten.mul.Tensor, 0.0), (aten.mul.Tensor, 0.0), (aten.mul.Tensor, -0.0), (aten.mul.Tensor, math.inf),
-        (aten.mul.Tensor, -math.inf), (aten.div.Tensor, 0.0), (aten.div.Tensor, -0.0), (aten.div.Tensor, math.inf)])
+    """Times 0, times infinity, over 0: 0, infinite or NaN whatever the value is. Picks among infinite scores mean
+    nothing, so that graphs with a top-k get zeros."""
+    chooses = any(is_call(n, aten.topk.default) for n in node.graph.nodes)
+    target, number = e.rng.choice(ZERO if chooses else (*ZERO, *INFINITE))
     return [(target, (number,), {})]
 
 

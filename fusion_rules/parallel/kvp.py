@@ -105,9 +105,7 @@ class _Split:
         if heads != 1 or given.get("query_rope") is None or layout not in ("TND", "TND_NTD"):
             raise narrow.error(node, f"{heads} heads of keys in layout {layout}: only caches of latents of packed "
                                      "tokens are spread")
-        rows = block // self.size
-        if block % self.size or rows % 16:
-            raise narrow.error(node, f"blocks of {block} rows: {block} / {self.size} is no multiple of 16 rows")
+        rows = self._own_rows(node, block)
         queries, ends = self._queries(narrow, node)
         key, value, rope = (self._rows(cast(fx.Node, x), rows) for x in (*node.args[1:3], given["key_rope"]))
         new = editor.call(node.target, node.args[0], key, value, **{
@@ -116,6 +114,13 @@ class _Split:
         legal(self.work, KIND, new)
         self.own.add(new)
         return new
+
+    def _own_rows(self, node: fx.Node, block: int) -> int:
+        """Rows of a block on each die."""
+        if block % (16 * self.size):
+            raise error(self.work.layout, KIND, node,
+                        f"blocks of {block} rows: {block} / {self.size} is no multiple of 16 rows")
+        return block // self.size
 
     def _queries(self, narrow: Narrow, node: fx.Node) -> tuple[int, fx.Node]:
         """Queries of each request, and the ends of single ones."""
@@ -154,7 +159,7 @@ class _Split:
     def writes(self) -> int:
         """Give every write of a cache the slots of this die; the number of writers."""
         editor = self.work.editor
-        writers: dict[fx.Node, None] = {}
+        writers: dict[fx.Node, fx.Node] = {}
         for copy in editor.calls([aten.copy_.default]):
             cache, value = cast("tuple[fx.Node, fx.Node]", copy.args[:2])
             writer = cast(fx.Node, value.args[0]) if is_call(value, operator.getitem) else value
@@ -162,13 +167,12 @@ class _Split:
             if index is None or cache not in writer.all_input_nodes:
                 raise error(self.work.layout, KIND, writer, f"{writer.name} writes {cache.name}: only MLA prologs and "
                                                             "norms with rotation into paged caches are spread")
-            writers[writer] = None
+            writers[writer] = cache
             for x in (cache, value):
                 self._check(x, {copy, writer})
-        for writer in writers:
+        for writer, cache in writers.items():
             at, slots = cast("tuple[Any, fx.Node]", self._index(writer))
-            local = self._slots(slots, next(shape(x)[1] for x in writer.all_input_nodes if len(shape(x)) == 4
-                                            and x.op == "placeholder"))
+            local = self._slots(slots, self._own_rows(writer, shape(cache)[1]))
             if isinstance(at, int):
                 writer.update_arg(at, local)
             else:
@@ -191,17 +195,16 @@ class _Split:
             elif user not in known and user not in self.own:
                 raise error(self.work.layout, KIND, user, f"{user.name} reads the cache {cache.name}, which is spread")
 
-    def _slots(self, slots: fx.Node, block: int) -> fx.Node:
+    def _slots(self, slots: fx.Node, rows: int) -> fx.Node:
         """The slot of each token on this die: its own, or one of block 0 where it belongs to another die."""
         editor, tokens = self.work.editor, shape(slots)[0]
 
         def made() -> fx.Node:
-            spare = derived(self.work.program, editor, "kvp_spare", [],
-                            f"torch.arange({tokens}) % {block // self.size}")
+            spare = derived(self.work.program, editor, "kvp_spare", [], f"torch.arange({tokens}) % {rows}")
             mine = editor.call(aten.eq.Scalar, editor.call(aten.remainder.Scalar, slots, self.size), self.rank)
             return editor.call(aten.where.self, mine, self._divided(slots), spare)
 
-        found: fx.Node = self._once((slots, block), [slots], made)
+        found: fx.Node = self._once((slots, rows), [slots], made)
         return found
 
     def _divided(self, x: fx.Node) -> fx.Node:

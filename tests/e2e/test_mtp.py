@@ -52,8 +52,8 @@ def longcat() -> ServingModel:
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "next_n"), [(deepseek, 2), (longcat, 1)])
 def test_drafts_do_not_change_the_text(example: ModuleType, make, next_n: int) -> None:
-    length = 12
-    run = example.speculate(make(), 3, next_n, length, cannopy.Options(use_cache=False))
+    length = 8
+    run = example.speculate(make(), 3, next_n, length, cannopy.Options(use_cache=False, verify=False))
     assert sorted(method for _, method in run.compiled) == ["decode", "decode", "prefill", "prefill"]
     assert all(compiled.report.cache_copies == 0 for compiled in run.compiled.values())
     assert 0 < run.accepted < run.proposed

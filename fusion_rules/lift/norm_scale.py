@@ -23,6 +23,10 @@ from cannopy.fx_passes.weight_plan import derived, why_not_weight
 VIEWS = (aten.reshape.default, aten.permute.default, aten.slice.Tensor, aten.split_with_sizes.default,
          aten.select.int, operator.getitem)
 NORM = "cannopy::rms_norm"
+EXPONENTS = {torch.float16: 4}
+MOST_EXPONENTS = 64
+"""A number from 2 ** -n to 2 ** n leaves gamma times that number inside of the dtype's range. float16 has 5 bits of
+exponent, so a larger number makes gammas infinite and a smaller one rounds them to few bits; other dtypes have 8."""
 
 
 def readers(norm: fx.Node) -> tuple[list[fx.Node], fx.Node | None]:
@@ -54,6 +58,9 @@ def check(match: Match, ctx: Context) -> Refusal | None:
     if not math.isfinite(scale):
         return Refusal(f"the norm is multiplied by {scale}", match.anchor, "constant", "a finite number", str(scale),
                        "scale by a finite number")
+    refusal = _range_refusal(match)
+    if refusal is not None:
+        return refusal
     products, other = readers(norm)
     other = next((p for p in products if p.args[1] != scale), other)
     if other is not None:
@@ -66,6 +73,28 @@ def check(match: Match, ctx: Context) -> Refusal | None:
         return Refusal(f"gamma must be a parameter to be multiplied by {scale:g} at load time: {reason}", gamma,
                        "weight", "a parameter or buffer", reason, "keep gamma in the module as a parameter")
     return None
+
+
+def _range_refusal(match: Match) -> Refusal | None:
+    """gamma times the number must keep its bits, and what stands between the norm and the product its range."""
+    norm, scale, kind = match["norm"], match["scale"], dtype(match["norm"].args[1])
+    bits = EXPONENTS.get(kind, MOST_EXPONENTS)
+    if not 2.0**-bits <= abs(scale) <= 2.0**bits:
+        return Refusal(f"gamma times {scale:g} may leave the range of {describe(kind)}", match.anchor, "constant",
+                       f"a number from 2**-{bits} to 2**{bits}", f"{scale:g}",
+                       "scale by a number in that range" + ", or run the model in bfloat16" * (kind in EXPONENTS))
+    if kind in EXPONENTS and any(_behind_linear(product) for product in readers(norm)[0]):
+        return Refusal(f"a {describe(kind)} linear between the norm and the product with {scale:g} may overflow with "
+                       "one and not with the other", match.anchor, "dtype", "bfloat16 or float32", describe(kind),
+                       "run the model in bfloat16, or scale the norm before the linear")
+    return None
+
+
+def _behind_linear(product: fx.Node) -> bool:
+    node = product.args[0]
+    while is_call(node, *VIEWS):
+        node = node.args[0]  # type: ignore[union-attr]
+    return is_call(node, aten.linear.default)
 
 
 def rewrite(match: Match, ctx: Context) -> None:

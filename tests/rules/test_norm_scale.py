@@ -125,6 +125,30 @@ def test_refuses(name: str) -> None:
     assert_refused(lifted, norm_scale.RULES, reason)
 
 
+OUT_OF_RANGE: dict[str, tuple[Body, torch.dtype, str]] = {
+    "overflows": (lambda m, x: m.norm(x) * 65000.0, torch.float16, "gamma times 65000 may leave the range of float16"),
+    "rounds away": (lambda m, x: m.norm(x) * 1e-6, torch.float16, "gamma times 1e-06 may leave the range of float16"),
+    "between linears": (lambda m, x: m.linear(m.norm(x)) * 0.5, torch.float16, "a float16 linear between the norm and"),
+    "both ways": (lambda m, x: ((y := m.norm(x)) * 0.5, m.linear(y) * 0.5), torch.float16, "a float16 linear between"),
+    "far out": (lambda m, x: m.norm(x) * 1e-37, torch.bfloat16, "gamma times 1e-37 may leave the range of bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", OUT_OF_RANGE)
+def test_refuses_numbers_that_gamma_cannot_hold(name: str) -> None:
+    body, dtype, reason = OUT_OF_RANGE[name]
+    _, _, before = program(body, dtype)
+    lifted, _ = before.fused(rms_norm.RULES)
+    assert_refused(lifted, norm_scale.RULES, reason)
+
+
+def test_fires_in_float16_near_one() -> None:
+    _, _, before = program(FIRES["direct"], torch.float16)
+    after, log = before.fused(RULES)
+    assert log.counts() == {"lift_rms_norm": 1, "lift_norm_scale": 1}
+    assert error(after.run()[0], before.run()[0].double()) < 2.0**-10
+
+
 def test_refuses_a_computed_gamma() -> None:
     dialect.register_all()
     x = tokens(1, 5, H, torch.bfloat16)[0]

@@ -91,8 +91,7 @@ def _observed(cause: BaseException) -> str:
     name = type(cause).__name__.removeprefix("Observed")
     name = name.removesuffix("Error") if name.endswith("ErrorError") else name
     said = compat.raised_text(cause)
-    shown = said.removeprefix("raised exception ")
-    return shown if shown.startswith(f"{name}(") else f"{name}: {said}" if said else name
+    return f"{name}: {said}" if said else name
 
 
 def from_aot(error: BaseException) -> CaptureError:
@@ -182,7 +181,7 @@ def check_static(graph: fx.Graph) -> None:
         CaptureError: names the line that reads a tensor's value or makes a size from one.
     """
     for node in graph.nodes:
-        if node.target in (torch.Tensor.set_, "set_", "resize_"):
+        if compat.gives_other_memory(node.target):
             raise CaptureError.at(
                 provenance.of_node(node),
                 "the method gives a tensor other memory (.data = …, set_, resize_)",

@@ -5,13 +5,14 @@ Everything here is private to torch and has changed between its minor releases; 
 
 from __future__ import annotations
 
+import ast
 import builtins
 import re
 import sys
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,6 +118,10 @@ def raised_text(observed: BaseException) -> str:
     quoted = re.search(r'ConstantVariable\(\w+: (["\'])(.*)\1\)', str(observed))
     if quoted is not None:
         return quoted[2]
+    if (called := re.fullmatch(r"raised exception \w+\((.*)\)", str(observed), re.DOTALL)) is not None:
+        with suppress(SyntaxError, ValueError):
+            return str(ast.literal_eval(called[1]))
+        return called[1]
     return observed.args[0] if len(observed.args) == 1 and isinstance(observed.args[0], str) else ""
 
 
@@ -141,6 +146,11 @@ def source_name(source: Any) -> str:
     """Dynamo's expression for a value of the user. A method up to torch 2.9, a property afterwards."""
     name = source.name
     return str(name() if callable(name) else name)
+
+
+def gives_other_memory(target: Any) -> bool:
+    """Whether a call of Dynamo's graph gives a tensor other memory; ``.data = …`` has an op of its own from 2.14 on."""
+    return target in (torch.Tensor.set_, "set_", "resize_") or str(target) == "aten.shallow_copy_data_"
 
 
 def value_changed(variable: Any, side_effects: Any) -> bool:

@@ -187,7 +187,7 @@ CASES = [
     (RegistersBuffer, "self._buffers", "__init__"),
     (MakesModule, "makes parameters or modules", "__init__"),
     (Raises, "raises AttributeError: 'Raises' object has no attribute 'missing'", "eager"),
-    (RaisesOnPurpose, "four is one too many", "eager"),
+    (RaisesOnPurpose, "raises ValueError: four is one too many", "eager"),
     (BadShape, "invalid for input of size 4", "eager"),
     (DrawsNumbers, "random numbers", "model.eval"),
     (DropsOut, "random numbers", "model.eval"),

@@ -286,7 +286,7 @@ def page(found: Mapping[str, Mapping[str, Any]], reasons: Mapping[str, str]) -> 
         kernels = ", ".join(str(n) for n in o["kernels"].values())
         tests = (f"{o['passed']} passed, {len(o['failed'])} failed, {o['skipped']} skipped"
                  if o["passed"] or o["failed"] else "not run")
-        if o.get("unrun"):
+        if o.get("unrun") and tests != "not run":
             tests += f"; not run: {', '.join(o['unrun'])}"
         text.append(f"| {o['torch']} | {o['torch_npu']} | {o['transformers']} | {o['python']} | {o['job']} | {kernels} "
                     f"| {o['parity'] or 'not measured'} | {tests} |")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cannopy.parity.picks import Choice
 from tests.mutation import oracle
 
 Tensor = torch.Tensor
@@ -72,3 +73,29 @@ def test_moved_values_are_one_rounding_off() -> None:
     assert 0.3 < float((steps > 0).double().mean()) < 0.9
     assert float(steps.max()) <= 2 * torch.finfo(torch.bfloat16).eps
     assert torch.equal(moved["ids"], torch.arange(4))
+
+
+def test_a_rounded_number_may_be_any_that_one_rounding_gives() -> None:
+    """(The eager result is 3 everywhere, and 4 at one place for other values.)"""
+    threes = torch.full((40,), 3)
+    other = threes.clone()
+    other[7] = 4
+    as_is, moved = oracle.Results([threes]), (oracle.Results([threes]), oracle.Results([other]))
+    assert oracle.wrong(oracle.Results([other]), as_is, as_is)
+    assert oracle.wrong(oracle.Results([other]), as_is, as_is, [moved]) == []
+    assert oracle.wrong(oracle.Results([other.roll(1)]), as_is, as_is, [moved])
+
+
+def _choice(first: float, second: float) -> Choice:
+    """One row that chose the second of two candidates with these scores."""
+    return Choice("experts", torch.tensor([[first, second]]), torch.tensor([[0]]), torch.tensor([[1]]))
+
+
+def test_a_choice_is_fair_where_one_rounding_makes_the_scores_alike() -> None:
+    def pair(second: float, noise: float) -> oracle.Pair:
+        return (oracle.Results([], [_choice(1.0, second + noise)]), oracle.Results([], [_choice(1.0, second)]))
+
+    apart, alike = pair(0.5, 1e-3), pair(0.9995, 1e-3)
+    assert oracle.wrong(oracle.Results([]), *apart)
+    assert oracle.wrong(oracle.Results([]), *apart, [apart, alike]) == []
+    assert oracle.wrong(oracle.Results([]), *apart, [apart])

@@ -11,6 +11,7 @@ from cannopy.fx_passes.normalise import (
     constants,
     cse,
     indices,
+    kept,
     linears,
     noops,
     slices,
@@ -72,7 +73,7 @@ def run(program: Program, max_rounds: int = MAX_ROUNDS) -> int:
     else:
         worklist.add(changed or ())
     program.normal_form = None
-    total = _rounds(worklist, max_rounds)
+    total = _rounds(worklist, max_rounds) + kept.run(program)
     program.normal_form = NormalForm(program, calls)
     return total
 

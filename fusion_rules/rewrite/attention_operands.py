@@ -16,15 +16,19 @@ from torch import fx
 
 from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.rule import Context, Refusal
-from cannopy.fusion_rules.engine.stop import describe
+from cannopy.fusion_rules.engine.stop import describe, short
 from cannopy.fx_passes.affine import Causal, causal
-from cannopy.fx_passes.graph import aten, dtype, is_call, shape
+from cannopy.fx_passes.graph import aten, dtype, is_call, shape, where
 from cannopy.fx_passes.packed import Packed, packed
 from cannopy.fx_passes.strides import View, view
 
 SWAP = [0, 2, 1, 3]
 NAN_UNSEEN = 7
 """Place of that argument of `cannopy::attention`, which only attention that is written out has."""
+INTEGERS = (torch.int64, torch.int32)
+SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.reshape.default, aten.expand.default, aten._to_copy.default)
+WRAPS = (aten.remainder.Scalar, aten.remainder.Tensor, aten.fmod.Scalar, aten.fmod.Tensor, aten.bitwise_and.Scalar,
+         aten.clamp.default, aten.clamp_max.default, aten.minimum.default, aten.where.self)
 Visible = Causal | Packed | None
 """Which keys a query sees: those up to its own position, those of its own prompt up to itself, or all (None)."""
 
@@ -53,8 +57,11 @@ def without_keys(past: Causal, attention: fx.Node) -> Refusal | None:
 
     The fused operators give zeros for such a query, and so does PyTorch's attention with a bool mask. A softmax over
     -inf is NaN, one over lowest numbers gives the mean of all values. Positions, of which each shows its own key, are
-    taken to be 0 or more.
+    taken to be 0 or more. Refused as well: lengths that may be larger than the number of keys, see `behind_the_last`.
     """
+    refusal = behind_the_last(past, attention)
+    if refusal is not None:
+        return refusal
     mask = cast(fx.Node, attention.args[3])
     zeros = dtype(mask) == torch.bool and len(attention.args) < NAN_UNSEEN + 1
     if zeros or past.symbol is None or past.const >= 0:
@@ -64,6 +71,52 @@ def without_keys(past: Causal, attention: fx.Node) -> Refusal | None:
                    "the fused attention zeros", mask, "mask", "key <= position, which shows each query its own key",
                    f"key < length ({past.symbol.name})", "compare keys with positions, or call "
                    "F.scaled_dot_product_attention with a bool mask, which gives zeros there")
+
+
+def behind_the_last(past: Causal, attention: fx.Node) -> Refusal | None:
+    """The refusal of positions that the graph wraps or cuts to the rows of a cache, as one that is written in a ring.
+
+    Such positions go on behind the last key, where a mask shows all keys. The fused operators take lengths of at most
+    the number of keys.
+    """
+    if past.symbol is None:
+        return None
+    keys = shape(cast(fx.Node, attention.args[1]))[2]
+    place = _wrapped(past.symbol, keys)
+    if place is None:
+        return None
+    found = f"{short(place.target)} at {where(place)}"
+    return Refusal(f"the position is wrapped or cut to the rows of a cache ({found}), so it may lie behind the last of "
+                   f"{keys} keys", place, "mask", f"positions below {keys}", found,
+                   f"for one query compare keys with position.clamp(max={keys - 1})")
+
+
+def _wrapped(position: fx.Node, keys: int) -> fx.Node | None:
+    """What makes rows below ``keys`` of ``position`` or of sums with it, if something does."""
+    pending, known = [position], {position}
+    while pending:
+        for user in pending.pop().users:
+            if user in known or not is_call(user, *SUMS, *WRAPS) or dtype(user) not in INTEGERS:
+                continue
+            if is_call(user, *WRAPS):
+                if _wraps(user, keys):
+                    return user
+                continue
+            known.add(user)
+            pending.append(user)
+    return None
+
+
+def _wraps(node: fx.Node, keys: int) -> bool:
+    """Whether ``node`` may give a row for a position of ``keys`` or more; smaller bounds are those of blocks."""
+    if is_call(node, aten.where.self):  # index_put counts negative rows from the end
+        condition = node.args[0]
+        return not (is_call(condition, aten.lt.Scalar) and condition.args[1] == 0)  # type: ignore[union-attr]
+    if is_call(node, aten.clamp.default):
+        bound = node.args[2] if len(node.args) > 2 else node.kwargs.get("max")
+    else:
+        bound = node.args[1]
+    return bound is not None and (not isinstance(bound, int) or bound >= keys - 1)
 
 
 def unseen(past: Causal, mask: fx.Node, queries: int, keys: int) -> Refusal | None:

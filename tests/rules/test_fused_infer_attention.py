@@ -286,6 +286,45 @@ def prompts_of_two_rows(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor
     return attention(q, k, v, mask[None, None], gqa=True)
 
 
+def ring(rows: Callable[[Tensor], Tensor]) -> Form:
+    """A cache that is written at ``rows(position)``: behind its last row the mask shows all of it."""
+    def form(q: Tensor, k: Tensor, v: Tensor, past: Tensor) -> Tensor:
+        index = rows(past + torch.arange(q.shape[2]))
+        k, v = k.index_copy(2, index, q[:, :K]), v.index_copy(2, index, q[:, :K])
+        return attention(q, k, v, seen(past, q.shape[2]), gqa=True)
+
+    return form
+
+
+def ring_bounded(q: Tensor, k: Tensor, v: Tensor, past: Tensor) -> Tensor:
+    """The same for one query, with a mask by the last row that there is."""
+    k, v = (x.index_copy(2, (past % L).view(1), q[:, :K]) for x in (k, v))
+    return attention(q, k, v, seen(past.clamp(max=L - 1), 1), gqa=True)
+
+
+RINGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "remainder": lambda p: p % L,
+    "bits": lambda p: p & (L - 1),
+    "cut": lambda p: p.clamp(max=L - 1),
+    "selected": lambda p: torch.where(p < L, p, p - L),
+}
+
+
+@pytest.mark.parametrize("queries", [1, S])
+@pytest.mark.parametrize("name", RINGS)
+def test_refuses_positions_behind_the_last_row_of_a_ring(name: str, queries: int) -> None:
+    past = torch.tensor(L + 2) if name in ("remainder", "selected") or queries == 1 else PAST
+    assert "may lie behind the last of" in _refusal(ring(RINGS[name]), (*operands(queries)[:3], past))
+
+
+@pytest.mark.parametrize("position", [9, L + 2])
+def test_a_ring_with_a_bounded_mask_fuses(position: int) -> None:
+    inputs = (*operands(1)[:3], torch.tensor(position))
+    _, program, log = fused(ring_bounded, inputs)
+    assert log.counts() == {"fused_infer_attention": 1}
+    agrees(ring_bounded, program, inputs)
+
+
 REFUSED: dict[str, tuple[Form, Callable[[], tuple[Tensor, ...]], str]] = {
     "sliding window": (window, lambda: operands(S), "has 2 conditions"),
     "bias": (bias, lambda: operands(S), "not provably causal by cache position"),

@@ -36,7 +36,7 @@ ROUNDS = 4
 """Calls per compiled graph."""
 VOCABULARY = 64
 SMALL = {"num_layers": 1, "num_hidden_layers": 2, "vocab_size": VOCABULARY, "intermediate_size": 256,
-         "ffn_hidden_size": 256, "moe_intermediate_size": 128, "expert_ffn_hidden_size": 128}
+         "ffn_hidden_size": 256, "moe_intermediate_size": 128, "index_topk": 24, "expert_ffn_hidden_size": 128}
 
 
 def case(name: str, batch: int, next_n: int, phase: Phase) -> ServingCase:

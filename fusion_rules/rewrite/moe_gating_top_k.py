@@ -223,10 +223,31 @@ def _whole_groups_refusal(match: Match, size: tuple[int, int, int]) -> Refusal |
                    "mask scores.view(tokens, groups, -1) with kept.unsqueeze(-1)")
 
 
+def _divided_by_sum(picked: fx.Node) -> fx.Node | None:
+    """The division of something else by (the sum over ``picked`` + eps)."""
+    reached = [n for n in picked.users if is_call(n, aten.sum.dim_IntList)]
+    for node in reached:
+        for user in node.users:
+            if is_call(user, aten.div.Tensor) and user.args[1] is node:
+                above = user.args[0]
+                while is_call(above, aten._to_copy.default):
+                    above = above.args[0]
+                if above is not picked:
+                    return user
+            if is_call(user, aten.add.Tensor, aten.clamp_min.default, aten._to_copy.default) and user.args[0] is node:
+                reached.append(user)
+    return None
+
+
 def _weights_refusal(match: Match, normed: bool) -> Refusal | None:
     """Sigmoid scores are renormalised, softmax scores are not."""
     if not normed and match["norm_type"] == SIGMOID:
         picked = match.get("picked") or match["topk"]
+        divided = _divided_by_sum(picked)
+        if divided is not None:
+            found = f"{describe(divided.args[0])} at {where(divided.args[0])}"
+            return Refusal(f"the sum of the chosen scores divides {found}, not these scores", divided, "operand",
+                           describe(picked), found, "divide the chosen scores by their own sum")
         found = ", ".join(f"{describe(u)} ({where(u)})" for u in list(picked.users)[:2]) or "the result"
         return Refusal(f"the sigmoid scores are not divided by (their sum + eps), the op always does that: they are "
                        f"read by {found}", picked, "missing", "a division by (sum over the chosen + eps)", found,

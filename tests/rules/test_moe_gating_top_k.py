@@ -37,6 +37,7 @@ class Router:
     sum_dim: int = -1
     experts: int = 16
     ranked: int = 0
+    divides: str = "chosen"
 
     def __call__(self, logits: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
         scores = self.scores(logits)
@@ -54,7 +55,8 @@ class Router:
             weights = source.gather(1, ids)
         if self.normed:
             total = weights.sum(dim=self.sum_dim, keepdim=True)
-            weights = weights / (total if self.eps is None else total + self.eps)
+            above = weights if self.divides == "chosen" else scores[:, :self.k]
+            weights = above / (total if self.eps is None else total + self.eps)
         return weights * self.factor, ids
 
     def scores(self, logits: Tensor) -> Tensor:
@@ -187,6 +189,7 @@ REFUSES: dict[str, tuple[Router, str]] = {
     "biased values": (Router(activation="softmax", weights_from="values", normed=False), "taken from biased scores"),
     "logits as weights": (Router(weights_from="logits"), "the weights are taken from an input or weight float32"),
     "not normed": (Router(normed=False), "the sigmoid scores are not divided by (their sum + eps)"),
+    "others over their sum": (Router(divides="first"), "the sum of the chosen scores divides aten.slice float32[9, 4]"),
     "summed over tokens": (Router(sum_dim=0), "not divided by the sum over the chosen experts"),
     "0.0 mask with bias": (Router(fill=0.0), "dropped experts get the score 0.0, not -inf"),
     "other mask": (Router(fill=-1.0), "dropped experts get the score -1"),

@@ -33,8 +33,9 @@ class Layout:
 
 def layout(match: Match) -> Layout | None:
     """The layout of ``x`` with the tables ``cos`` and ``sin`` (halves of the last dim); None for another one."""
-    size, table = shape(match["x"]), shape(match["cos"])
-    if len(size) != len(table) or table != shape(match["sin"]) or 2 * table[-1] != size[-1]:
+    size = shape(match["x"])
+    table, other = (_broadcast(shape(match[name]), len(size)) for name in ("cos", "sin"))
+    if len(size) != len(table) or table != other or 2 * table[-1] != size[-1]:
         return None
     x, t = size[:-1], table[:-1]
     if any(b not in (1, a) for a, b in zip(x, t, strict=True)):
@@ -49,6 +50,11 @@ def layout(match: Match) -> Layout | None:
     return None
 
 
+def _broadcast(size: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """``size`` with the leading dims of size 1 that broadcasting adds."""
+    return (1,) * (rank - len(size)) + size
+
+
 def refusal(match: Match, wanted: str) -> Refusal:
     """Another layout than ``wanted``."""
     found = f"x {list(shape(match['x']))}, cos {list(shape(match['cos']))}, sin {list(shape(match['sin']))}"
@@ -60,5 +66,6 @@ def table(ctx: Context, half: fx.Node, found: Layout, size: Sequence[int]) -> fx
     """``half`` twice, as a table of shape ``size``."""
     whole = doubled(ctx, half)
     if found.first is None:
+        whole = ctx.editor.reshape(whole, _broadcast(shape(whole), len(found.lead) + 1))
         return ctx.editor.reshape(ctx.editor.expand(whole, (*found.lead, found.dim)), list(size))
     return ctx.editor.expand(ctx.editor.reshape(whole, [math.prod(found.lead[:-2]), *size[1:]]), list(size))

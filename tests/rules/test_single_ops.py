@@ -107,9 +107,30 @@ def halves_of_one_head(x: Tensor, angles: Tensor) -> Tensor:
     return x[:, 0] * cos + _turned(x[:, 0]) * sin
 
 
+def tables_of_positions(x: Tensor, angles: Tensor) -> Tensor:
+    """Tables [S, D] without the dims of requests and heads, which the product broadcasts."""
+    cos, sin = (torch.cat((t, t), -1) for t in (angles[0].cos(), angles[0].sin()))
+    return x * cos + _turned(x) * sin
+
+
+def tables_of_positions_tokens_first(x: Tensor, angles: Tensor) -> Tensor:
+    """[B, S, N, D] with tables [S, 1, D]."""
+    cos, sin = (torch.cat((t, t), -1)[:, None] for t in (angles[0].cos(), angles[0].sin()))
+    x = x.transpose(1, 2)
+    return x * cos + _turned(x) * sin
+
+
+def pairs_of_positions(x: Tensor, angles: Tensor) -> Tensor:
+    return _neighbours(x, angles[0].cos(), angles[0].sin())
+
+
 FORMS = {
     "half": (half, {"lift_rotary_half": 1, "rotary_mul": 1}, "npu_rotary_mul"),
     "tokens first": (tokens_first, {"lift_rotary_half": 1, "rotary_mul": 1}, "npu_rotary_mul"),
+    "tables of positions": (tables_of_positions, {"lift_rotary_half": 1, "rotary_mul": 1}, "npu_rotary_mul"),
+    "tables of positions, tokens first": (tables_of_positions_tokens_first, {"lift_rotary_half": 1, "rotary_mul": 1},
+                                          "npu_rotary_mul"),
+    "pairs of positions": (pairs_of_positions, {"lift_rotary": 1, "interleave_rope": 1}, "npu_interleave_rope"),
     "slices": (slices, {"lift_rotary": 1, "interleave_rope": 1}, "npu_interleave_rope"),
     "apart": (apart, {"lift_rotary_half": 1, "lift_rotary_apart": 1, "interleave_rope": 1}, "npu_interleave_rope"),
     "heads of tokens": (heads_of_tokens, {"lift_rotary": 1, "interleave_rope": 1}, "npu_interleave_rope"),

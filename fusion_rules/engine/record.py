@@ -96,7 +96,7 @@ class Log:
     """What rules did: applied and nearly applied.
 
     Attempts of one rule that have an operation in common are one place; the furthest one stands for it, and none
-    where the rule was applied. Of whole forms that a check refused, the longest stands for those inside it.
+    where the rule was applied. Of whole forms that a check refused for one thing the longest stands for those inside.
     """
 
     hits: list[Hit] = field(default_factory=list)
@@ -139,23 +139,30 @@ class Log:
         refused: set[tuple[str, int | None, str, str]] = set()
         order = sorted(range(len(self.attempts)), key=lambda i: self.attempts[i].rank)
         kept: list[int] = []
-        told: list[tuple[str, set[str]]] = []
+        told: list[Miss] = []
         for i in order:
             miss = self.attempts[i]
             anchor, reason = (miss.rule, miss.anchor), (miss.rule, miss.layer, miss.node, miss.reason)
             mine = {anchor, *((miss.rule, name) for name in miss.nodes)}
             if miss.whole:
-                inside = any(rule == miss.rule and nodes.issuperset(miss.nodes) for rule, nodes in told)
+                inside = any(_stands_for(other, miss) for other in told)
                 new = reason not in refused and anchor not in longer and not inside
             else:
                 new = mine.isdisjoint(taken)
             if new and not _settled(miss, applied):
                 kept.append(i)
-                told += [(miss.rule, set(miss.nodes))] if miss.whole and new else []
+                told += [miss] if miss.whole else []
                 refused.add(reason)
                 taken |= mine
                 longer |= set() if miss.whole else mine
         return [self.attempts[i] for i in sorted(kept)]
+
+
+def _stands_for(longer: Miss, miss: Miss) -> bool:
+    """Whether both are whole forms, one inside the other, that were refused for the same thing."""
+    inside = longer.rule == miss.rule and longer.kind == miss.kind and set(longer.nodes).issuperset(miss.nodes)
+    what, other = (m.reason.partition(":")[0] for m in (longer, miss))
+    return inside and (longer.node == miss.node or what == other)
 
 
 def _settled(miss: Miss, applied: Collection[tuple[str, str]]) -> bool:

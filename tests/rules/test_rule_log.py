@@ -10,7 +10,7 @@ import torch
 from cannopy.fusion_rules.engine.apply import Log, apply
 from cannopy.fusion_rules.engine.match import Match, Matcher
 from cannopy.fusion_rules.engine.pattern import Any, op
-from cannopy.fusion_rules.engine.rule import NEVER, Context, Refusal, Rule
+from cannopy.fusion_rules.engine.rule import NEVER, Check, Context, Refusal, Rule
 from cannopy.fx_passes.graph import Editor, aten
 from tests.passes.graphs import program_of
 
@@ -114,3 +114,21 @@ def test_what_stands_where_a_rule_should_have_made_an_operation_is_written_out()
     (miss,) = log.misses
     assert re.sub(r" at model.py:\d+", "", miss.found) == "aten.mul float32[2] = mul(add(cos(_), 0.5), _)"
     assert "model.py" in miss.found, "with the line of what another line computes"
+
+
+def test_two_things_that_stop_a_form_and_the_form_inside_it_are_both_told() -> None:
+    def refuses(what: str, name: str) -> Check:
+        return lambda match, context: Refusal(what, match[name], "dtype", "a", "b")
+
+    inner = op(aten.cos.default, Any("x"), name="inner")
+    outer = op(aten.sin.default, inner, name="outer")
+
+    def told(first: Check, second: Check) -> list[str]:
+        program, log = program_of(lambda x: x.abs().cos().sin(), torch.zeros(3)), Log()
+        rules = [Rule("a", "", outer, drop, first), Rule("a", "", inner, drop, second)]
+        apply(rules, Context(program, Editor(program.gm)), log)
+        return [m.reason for m in log.misses]
+
+    assert told(refuses("added separately", "outer"), refuses("bool scales", "inner")) == ["added separately",
+                                                                                           "bool scales"]
+    assert told(refuses("mixed: a", "outer"), refuses("mixed: b", "inner")) == ["mixed: a"]

@@ -143,23 +143,6 @@ def fusions_table(report: CompileReport) -> Table:
     return table
 
 
-def hits_table(hits: Sequence[Mapping[str, Any]]) -> Table:
-    """One row per rule and place."""
-    table = _table("layer", "rule", "module", "node", "source lines")
-    for hit in hits:
-        table.add_row(_layer(hit), hit["rule"], hit["module_path"], hit["node"], escape(_by_file(hit["lines"])))
-    return table
-
-
-def _by_file(lines: Sequence[str]) -> str:
-    """Source lines ``file:number``, each file once: ``file:3, 5``."""
-    files: dict[str, set[int]] = {}
-    for line in lines:
-        file, _, number = line.rpartition(":")
-        files.setdefault(file, set()).add(int(number))
-    return "\n".join(f"{file}:{', '.join(map(str, sorted(numbers)))}" for file, numbers in files.items())
-
-
 def misses_table(misses: Sequence[Mapping[str, Any]]) -> Table:
     """One row per rule and reason, with the layers it holds for and where it stopped."""
     table = _table("rule", "layers", "reason", "at")
@@ -240,10 +223,6 @@ def _shortened(text: str, most: int = 160) -> str:
     """``text`` on one line of at most ``most`` characters."""
     line = " ".join(text.split())
     return line if len(line) <= most else f"{line[: most - 1]}…"
-
-
-def _layer(entry: Mapping[str, Any]) -> str:
-    return "" if entry.get("layer") is None else str(entry["layer"])
 
 
 def ranges(layers: Sequence[int]) -> str:

@@ -143,7 +143,11 @@ def _from_zoo(
     name: str, size: str, dtype: torch.dtype, weights: bool, call: _Call, serving: Mapping[str, int] | None
 ) -> LoadedModel:
     if name not in zoo.names():
-        where = " and no folder of that name exists" if "/" in name or "." in name else ""
+        if name.endswith(".py"):
+            raise ModelSourceError(f"{name} is a file; name the function in it that makes the model: {name}:FUNCTION")
+        if "/" in name:
+            raise ModelSourceError(f"unknown model {name!r}: no folder of that name exists")
+        where = " and no folder of that name exists" if "." in name else ""
         raise ModelSourceError(f"unknown model {name!r}{where}{_nearest(name, zoo.names())}")
     if size not in zoo.sizes(name):
         raise ModelSourceError(f"{name} has no size {size!r}{_nearest(size, zoo.sizes(name))}")

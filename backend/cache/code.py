@@ -254,7 +254,7 @@ class CodeWalk:
             held = [c.cell_contents for c in f.__closure__ or () if _is_filled(c)]
             named = [f.__globals__[n] for n in names if n in f.__globals__]
             defaults = [f.__defaults__, f.__kwdefaults__]
-            self.environment.code(f.__code__, iter([*named, *held, *defaults]))
+            self.environment.code(f.__code__, [*named, *held, *defaults])
             self.environment.note([*held, *defaults])
 
     def _reaches_distributed(self, f: types.FunctionType) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from cannopy.backend.cache.text import constant_text
@@ -30,16 +30,16 @@ class Environment:
         self._near: set[str] = set()
         self._strings: set[str] = set()
 
-    def code(self, code: types.CodeType, values: Iterator[Any]) -> None:
+    def code(self, code: types.CodeType, values: Iterable[Any]) -> None:
         """A function of the model's; ``values`` are those that it reads by name or holds."""
-        values_ = list(values)
+        values = list(values)
         constants = set(strings(code.co_consts))
-        reads = not _READERS.isdisjoint(_all_names(code)) or any(map(is_environment, values_))
+        reads = not _READERS.isdisjoint(_all_names(code)) or any(map(is_environment, values))
         self._strings |= constants
         if reads:
             self._read = True
             self._named |= {s for s in constants if s.isidentifier()}
-            self._near |= constants | set(strings(values_))
+            self._near |= constants | set(strings(values))
 
     def note(self, value: Any) -> None:
         """Something that code reads by name, or that an object of the model's has."""

@@ -8,6 +8,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from cannopy.cli.common import positive
+from cannopy.cli.world import AUTO
 from cannopy.errors import CannopyError
 
 if TYPE_CHECKING:
@@ -15,9 +16,6 @@ if TYPE_CHECKING:
 
     from cannopy.frontend.sources import LoadedModel
     from cannopy.stream_scheduler.network.layouts import Proposals
-
-AUTO = "auto"
-
 
 def add_dies_argument(group: Any) -> None:
     """``--dies``."""

@@ -223,7 +223,8 @@ def _wanted(args: argparse.Namespace) -> Wanted:
     wanted = Wanted(older, args.unused_days, args.max_size, args.stale, args.bad, args.keep, args.old_weights)
     if wanted == Wanted(keep=args.keep):
         raise OptionError("prune removes nothing unless it is told what", "cannopy cache prune --unused-days 30, "
-                          "--max-size 20GB, --stale, --bad or --all; with --dry-run to see what would go")
+                          "--max-size 20GB, --stale, --bad, --old-weights or --all; with --dry-run to see what would "
+                          "go")
     return wanted
 
 

@@ -186,6 +186,11 @@ def add_offline_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--offline", action="store_true", help="build the model without weights (meta device)")
 
 
+def rule_options(args: argparse.Namespace) -> Options:
+    """The `Options` that `add_pipeline_arguments` stands for."""
+    return Options(fusions=dict(args.fusion), pipeline=args.pipeline, rules=tuple(args.rules))
+
+
 def options_of(args: argparse.Namespace, **more: Any) -> Options:
     """The `Options` that the arguments ask for; ``--phase both`` leaves the phase open."""
     return Options(
@@ -211,12 +216,19 @@ def needs_no_weights(model: str) -> bool:
 
 
 def load_model(args: argparse.Namespace) -> LoadedModel:
-    """The model and its inputs as the arguments say. Raises `NotReadyError` before anything imports torch."""
+    """The model and its inputs as the arguments say. Raises `NotReadyError` before anything imports torch.
+
+    What is wrong with the switches, the rule files or the name of the plan is an error before the model is made.
+    """
     import_torch()
     from dataclasses import replace
 
+    from cannopy import pipeline
     from cannopy.frontend import sources
 
+    pipeline.plan(rule_options(args))
+    if args.plan is not None and not args.plan.exists():
+        raise CannopyError(f"{args.plan}: No such file", "cannopy timeline MODEL --out FOLDER writes FOLDER/plan.yaml")
     phase: Phase = "decode" if args.phase == "decode" else "prefill"
     loaded = sources.load(
         args.model, size=args.size, dtype=args.dtype, seed=args.seed, phase=phase, batch=args.batch,

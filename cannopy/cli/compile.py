@@ -17,6 +17,7 @@ from cannopy.cli.common import (
     verb_parser,
     working,
 )
+from cannopy.cli.world import AUTO
 
 if TYPE_CHECKING:
     from cannopy.api import Compiled
@@ -90,7 +91,7 @@ def _offline(args: argparse.Namespace, compiled: Compiled) -> dict[str, str]:
 def compile_phase(args: argparse.Namespace, dump_dir: Path | None = None, use_cache: bool | None = None) -> Compiled:
     """What the arguments ask for, compiled; progress goes to the screen."""
     loaded, layouts = None, None
-    if getattr(args, "parallel", None) == auto_layout.AUTO:
+    if getattr(args, "parallel", None) == AUTO:
         loaded = load_model(args)
         layouts = auto_layout.for_graph(args, loaded)
         args.parallel = str(layouts.best[0].parallel)

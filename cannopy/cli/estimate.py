@@ -10,6 +10,7 @@ from typing import Any
 
 from cannopy.cli import auto_layout, estimate_view
 from cannopy.cli.common import console, positive, print_json, verb_parser
+from cannopy.cli.world import AUTO
 from cannopy.errors import CannopyError, unknown
 
 _DESCRIPTION = """\
@@ -102,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     if args.sizes:
         raise CannopyError(f"{args.sizes[0]!r} is a size of a kernel, and no --kernel is given")
     _check(args)
-    args.layouts = _proposed(args) if args.parallel == auto_layout.AUTO else None
+    args.layouts = _proposed(args) if args.parallel == AUTO else None
     if args.sweep:
         return _sweep(args)
     if args.from_graph or args.size in ("tiny", "small"):
@@ -127,7 +128,7 @@ def _check(args: argparse.Namespace) -> None:
         if args.sweep:
             raise CannopyError("--sweep takes a described model, not a graph, whose sizes are fixed")
         drafts = args.next_n and args.form != "serving"
-        auto = args.parallel == auto_layout.AUTO
+        auto = args.parallel == AUTO
         for name, given in (("--parallel auto", auto), ("--quant", args.quant != "bf16"), ("--next-n", drafts),
                             ("--plan", args.plan != "serial")):
             if given:

@@ -9,6 +9,7 @@ from cannopy.cli import estimate_view
 from cannopy.cli.common import console, load_model, needs_no_weights, print_json, working
 from cannopy.errors import CannopyError, unknown
 from cannopy.options import PHASES, Options, Target
+from cannopy.pipeline_text import DEFAULT
 from cannopy.stream_scheduler.hardware import UnknownHardwareError, load_hardware
 
 
@@ -21,7 +22,7 @@ def run_graph(args: argparse.Namespace) -> int:
         model=args.model, size=args.size or "tiny", dtype=None, seed=0, phase=args.phase,
         batch=max(1, round(args.batch_per_die)), offline=needs_no_weights(args.model),
         prompt_tokens=None, max_cache_len=None, json=args.json,
-        form=args.form, next_n=args.next_n, block_size=None,
+        form=args.form, next_n=args.next_n, block_size=None, fusion=[], pipeline=DEFAULT, rules=[], plan=None,
     )
     loaded = load_model(load)
     from cannopy import api

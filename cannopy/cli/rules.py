@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
-from itertools import groupby
-from operator import itemgetter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from cannopy.cli.common import add_pipeline_arguments, console, print_json, verb_parser
+from cannopy.cli.common import add_pipeline_arguments, console, print_json, rule_options, verb_parser
 from cannopy.environment import import_torch
-from cannopy.options import Options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,25 +40,27 @@ def run(args: argparse.Namespace) -> int:
     import_torch()
     from cannopy import pipeline
 
-    options = Options(fusions=dict(args.fusion), pipeline=args.pipeline, rules=tuple(args.rules))
+    options = rule_options(args)
     made = pipeline.plan(options)
     found = rows(made)
     if args.json:
         print_json({"pipeline": str(options.full_pipeline), "rules": found})
         return 0
     screen = console(args)
-    for group in groupby(found, key=itemgetter("rule")):
-        _show(screen, *group)
+    forms: dict[str, list[dict[str, Any]]] = {}
+    for row in found:
+        forms.setdefault(row["rule"], []).append(row)
+    for name, of_rule in forms.items():
+        _show(screen, name, of_rule)
     screen.print(f"pipeline: {options.full_pipeline}", markup=False, soft_wrap=True)
     return 0
 
 
-def _show(screen: Console, name: str, group: Iterable[dict[str, Any]]) -> None:
+def _show(screen: Console, name: str, forms: Sequence[dict[str, Any]]) -> None:
     """A block for one rule: name, whether it is on, and device op, then what becomes what, wrapped to the width."""
     from rich.padding import Padding
     from rich.text import Text
 
-    forms = list(group)
     kernels = dict.fromkeys(f["kernel"] for f in forms if f["kernel"])
     head = Text(name, "bold")
     for part in (forms[0]["switch"], *kernels):

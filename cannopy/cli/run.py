@@ -18,7 +18,7 @@ from cannopy.cli.common import (
     verb_parser,
     working,
 )
-from cannopy.cli.world import World, joined
+from cannopy.cli.world import AUTO, World, joined
 from cannopy.environment import import_torch
 from cannopy.errors import CannopyError
 from cannopy.options import Options
@@ -73,7 +73,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Compile, run, measure and report. 0 when every parity limit held, on every rank."""
     loaded = layouts = None
-    if args.parallel == auto_layout.AUTO:
+    if args.parallel == AUTO:
         loaded = load_model(args)
         layouts = auto_layout.of_world(args, loaded)
         args.parallel = str(layouts.best[0].parallel)

@@ -21,11 +21,15 @@ if TYPE_CHECKING:
     from cannopy.fx_passes.parallel import Layout
 
 
+AUTO = "auto"
+"""What ``--parallel`` is where the cost model is to choose the layout."""
+
+
 def add_layout_arguments(group: argparse._ArgumentGroup, running: bool = False) -> None:
     """``--parallel``, and ``--rank`` for the verbs that run nothing."""
     group.add_argument("--parallel", metavar="K=N,…|FILE",
                        help="spread the model over dies: ep, dp, attn_tp, o_proj_tp, dense_tp, embed_tp, lm_head_tp, "
-                       "moe_tp, cp, kvp, a YAML file with them, or auto")
+                       "moe_tp, cp, kvp, a YAML file with them, or (of run, compile and estimate) auto")
     if not running:
         group.add_argument("--rank", type=int, metavar="R", help="the die of --parallel to build for (0)")
         return
@@ -40,6 +44,9 @@ def layout_options(args: argparse.Namespace) -> dict[str, Any]:
         if getattr(args, "rank", None) is not None:
             raise CannopyError(f"--rank {args.rank} without --parallel", "name the layout that the rank is in")
         return {}
+    if parallel == AUTO:
+        raise CannopyError("--parallel auto: only run, compile and estimate choose a layout",
+                           "cannopy estimate MODEL --parallel auto --dies N prints one to name here")
     timeout = getattr(args, "group_timeout", None)
     if timeout is not None:
         return {"parallel": parallel, "group_timeout": timeout, "cache_timeout": timeout}

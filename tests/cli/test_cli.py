@@ -69,7 +69,11 @@ def test_a_wrong_word_is_refused_with_the_nearest_valid_one(capsys, arguments, n
         (["run", "deepseek-v3.2", "--prompt-tokens", "300"], ["300 tokens", "256", "--max-cache-len"]),
         (["run", "deepseek-v3.2", "--size", "full"], ["has no weights", "cannopy compile"]),
         (["explain", "deepseek-v3.2", "--rule", "mla_prologue"], ["unknown rule", "'mla_prolog'"]),
-        (["compile", "deepseek-v3.2", "--fusion", "mla_prologue=off"], ["unknown fusion", "'mla_prolog'"]),
+        (["compile", "nowhere.py:make", "--fusion", "mla_prologue=off"], ["unknown fusion", "'mla_prolog'"]),
+        (["run", "nowhere.py:make", "--rules", "none.py"], ["none.py does not exist"]),
+        (["run", "nowhere.py:make", "--plan", "none.yaml"], ["none.yaml: No such file", "cannopy timeline"]),
+        (["explain", "nowhere.py:make", "--parallel", "auto"], ["only run, compile and estimate", "--dies"]),
+        (["explain", "nowhere.py"], ["nowhere.py:FUNCTION"]),
         (["cache", "show", "nothing"], ["0 entries", "cannopy cache ls"]),
     ],
 )

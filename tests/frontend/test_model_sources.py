@@ -90,7 +90,8 @@ def test_zoo_model_with_cases() -> None:
     [
         ("deepsek-v3.2", None, "did you mean 'deepseek-v3.2'"),
         ("deepseek-v3.2", "tinny", "did you mean 'tiny'"),
-        ("no/such/folder", None, "no folder of that name"),
+        ("no/such/folder", None, "'no/such/folder': no folder of that name exists"),
+        ("model.py", None, "model.py:FUNCTION"),
         ("absent.py:make", None, "absent.py does not exist"),
     ],
 )

@@ -11,11 +11,13 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Literal, Number, Op, Pattern, Through
-from cannopy.fx_passes.graph import where
+from cannopy.fx_passes.graph import aten, is_call, where
 
 CASTS = ("aten._to_copy", "aten.to")
 MADE = ("cannopy::", "npu::")
 """What only rules make: where it is wanted and not there, what there is instead is written out."""
+VIEWS = (aten.permute.default, aten.reshape.default, aten.expand.default, aten.unsqueeze.default)
+"""Operations that only arrange: what they arrange is what is of interest."""
 DEPTH = 4
 """Levels of a formula that are written out."""
 
@@ -53,7 +55,14 @@ class Stop:
         """What the graph has there, and what reads it where that is another line."""
         if not self.text and any(isinstance(w, Op) and str(w.target).startswith(MADE) for w in self.wanted):
             return f"{describe(self.value)} = {formula(self.value)}"
-        return f"{self.text or describe(self.value)}{self._reader()}"
+        return f"{self.text or describe(self.value)}{self._behind()}{self._reader()}"
+
+    def _behind(self) -> str:
+        """The operation behind a view that stands where another operation was expected."""
+        value = self.value
+        while not self.text and self.kind == "operation" and is_call(value, *VIEWS):
+            value = value.args[0]
+        return f" of {describe(value)} at {where(value)}" if value is not self.value else ""
 
     def _reader(self) -> str:
         value, user = self.value, self.user

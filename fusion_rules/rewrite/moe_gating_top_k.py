@@ -229,7 +229,7 @@ def _divided_by_sum(picked: fx.Node) -> fx.Node | None:
     for node in reached:
         for user in node.users:
             if is_call(user, aten.div.Tensor) and user.args[1] is node:
-                above = user.args[0]
+                above: Anything = user.args[0]
                 while is_call(above, aten._to_copy.default):
                     above = above.args[0]
                 if above is not picked:
@@ -245,7 +245,8 @@ def _weights_refusal(match: Match, normed: bool) -> Refusal | None:
         picked = match.get("picked") or match["topk"]
         divided = _divided_by_sum(picked)
         if divided is not None:
-            found = f"{describe(divided.args[0])} at {where(divided.args[0])}"
+            above: Anything = divided.args[0]
+            found = f"{describe(above)} at {where(above)}"
             return Refusal(f"the sum of the chosen scores divides {found}, not these scores", divided, "operand",
                            describe(picked), found, "divide the chosen scores by their own sum")
         found = ", ".join(f"{describe(u)} ({where(u)})" for u in list(picked.users)[:2]) or "the result"

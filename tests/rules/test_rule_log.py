@@ -132,3 +132,10 @@ def test_two_things_that_stop_a_form_and_the_form_inside_it_are_both_told() -> N
     assert told(refuses("added separately", "outer"), refuses("bool scales", "inner")) == ["added separately",
                                                                                            "bool scales"]
     assert told(refuses("mixed: a", "outer"), refuses("mixed: b", "inner")) == ["mixed: a"]
+
+
+def test_what_a_view_arranges_is_told_with_its_line() -> None:
+    program, log = program_of(lambda x: x.tanh().permute(1, 0).unsqueeze(0).sin(), torch.zeros(2, 3)), Log()
+    apply([Rule("a", "", SIN_COS, drop, near=1)], Context(program, Editor(program.gm)), log)
+    (miss,) = log.misses
+    assert re.match(r"aten.unsqueeze float32\[1, 3, 2\] of aten.tanh float32\[2, 3\] at \S+\.py:\d+", miss.found)

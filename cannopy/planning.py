@@ -141,7 +141,10 @@ def make(program: Program, stage: Stage, target: str, plan_file: Path | None = N
     if plan_file and (wrong := rejected(plan)):
         reasons = "\n".join(f"  {_located(text, plan_file, found.schedule)}" for text in wrong[:10])
         raise PlanFileError(f"{plan_file} is rejected:\n{reasons}", "correct the plan, or leave --plan out")
-    plan = _timed(plan, found.schedule, machine)
+    try:
+        plan = _timed(plan, found.schedule, machine)
+    except ScheduleError as error:
+        raise PlanFileError(f"{plan_file or 'pipeline, stage schedule'}: {error}") from None
     return Planned(plan, found.schedule, machine, found.unmapped, details(program.gm.graph),
                    plan_file.name if plan_file else "automatic")
 
@@ -223,7 +226,7 @@ def _read(file: Path, graph: Schedule, target: str) -> Plan:
         raise PlanFileError(f"{file}: {error}") from None
     if plan.target != target:
         raise PlanFileError(f"{file} is for {plan.target}, and the target is {target}", f"--target {plan.target}")
-    return plan
+    return replace(plan, predicted_us=None, serial_us=None, lower_bound_us=None)  # of the plan before it was edited
 
 
 def _located(text: str, file: Path, graph: Schedule) -> str:

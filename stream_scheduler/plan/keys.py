@@ -7,6 +7,7 @@ of kernels of no layer. Within a part a kernel is named by its operation, with i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from cannopy.stream_scheduler.plan.segments import Segment, segments
 from cannopy.stream_scheduler.simulator import Schedule, Task
 
 NEXT, PREVIOUS = "next", "previous"
+_LAYER = re.compile(r"[0-9]{1,9}")
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Keys:
         found: list[int] = []
         for piece in (p.strip() for p in str(text).split(",")):
             first, dash, last = piece.partition("-")
-            if dash and first.isdigit() and last.isdigit():
+            if dash and _LAYER.fullmatch(first) and _LAYER.fullmatch(last):
                 found += [self.number(str(n), where) for n in range(int(first), int(last) + 1)]
             else:
                 found.append(self.number(piece, where))
@@ -91,7 +93,7 @@ class Keys:
         pieces = []
         for n in numbers:
             layer = self.parts[n].name
-            if not layer.isdigit():
+            if not _LAYER.fullmatch(layer):
                 pieces.append(layer)
             elif runs and runs[-1][-1] == int(layer) - 1:
                 runs[-1].append(int(layer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import yaml
@@ -24,12 +25,22 @@ class Sequence(list[Any]):
 
 
 class _Loader(yaml.SafeLoader):
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except PlanError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            value = str(node.value) if isinstance(node, yaml.ScalarNode) else node.tag
+            raise PlanError(f"line {node.start_mark.line + 1}: no YAML: {value[:40]!r} is no "
+                            f"{node.tag.rpartition(':')[2]}") from None
+
     def mapping(self, node: yaml.MappingNode) -> Mapping:
         found = Mapping()
         found.line, found.lines = node.start_mark.line + 1, {}
         for key_node, value_node in node.value:
             key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
-            if isinstance(key, (Mapping, Sequence)):
+            if not isinstance(key, Hashable):
                 raise PlanError(f"line {line}: expected a name, found {key!r}")
             if key in found:
                 raise PlanError(f"line {line}: {key!r} is given twice, first in line {found.lines[key]}")
@@ -58,6 +69,8 @@ def load(text: str) -> Any:
         raise PlanError(f"{line}no YAML: {error.problem or error.context}") from None
     except yaml.YAMLError as error:
         raise PlanError(f"no YAML: {error}") from None
+    except RecursionError:
+        raise PlanError("no plan: lists or mappings in one another, more than a plan has") from None
 
 
 def at(where: str, line: int | None) -> str:

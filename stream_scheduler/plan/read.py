@@ -33,7 +33,8 @@ _KERNEL = ("stream", "cores", "super_kernel", "wait")
 _FETCH = ("before", "weight", "bytes", "after")
 _PIN = ("layers", "kernel", "stream", "cores", "super_kernel", "prefetch")
 _DECISION = ("feature", "where", "applied", "gain_us", "worst_gain_us", "reason")
-_CORES = re.compile(r"c(\d+)v(\d+)")
+_CORES = re.compile(r"c([0-9]{1,6})v([0-9]{1,6})")
+_LABEL = re.compile(r"[\w.-]+")
 
 
 def from_yaml(text: str, schedule: Schedule) -> Plan:
@@ -136,7 +137,7 @@ class _Reader:
             known("SuperKernel region", str(region), regions, where)
         for on in _sequence(said.get("wait"), f"{where}, wait"):
             self.waits.append(Wait(task.name, self.keys.find(_text(on, f"{where}, wait"), number, where).name))
-        stream = _text(said.get("stream", MAIN), f"{where}, stream")
+        stream = _label(said.get("stream", MAIN), f"{where}, stream")
         cores = cores_of(said["cores"], where) if "cores" in said else None
         return Placement(task.name, stream, cores, None if region is None else regions[str(region)])
 
@@ -187,7 +188,7 @@ def _pin(node: str, said: Mapping[str, Any], where: str) -> Pin:
     for name in ("super_kernel", "prefetch"):
         if not isinstance(said.get(name), bool | None):
             raise PlanError(f"{where}: {name}: expected true or false, found {said[name]!r}")
-    stream = _text(said["stream"], f"{where}, stream") if "stream" in said else None
+    stream = _label(said["stream"], f"{where}, stream") if "stream" in said else None
     return Pin(node, stream, cores, said.get("super_kernel"), said.get("prefetch"))
 
 
@@ -195,7 +196,9 @@ def _decision(data: object, where: str) -> Decision:
     said = _mapping(data, _DECISION, where)
     gains = [None if said.get(name) is None else _number(said[name], f"{where}, {name}")
              for name in ("gain_us", "worst_gain_us")]
-    return Decision(_text(said.get("feature"), where), _text(said.get("where"), where), bool(said.get("applied")),
+    if not isinstance(said.get("applied"), bool):
+        raise PlanError(f"{where}, applied: expected true or false, found {said.get('applied')!r}")
+    return Decision(_text(said.get("feature"), where), _text(said.get("where"), where), said["applied"],
                     _text(said.get("reason"), where), *gains)
 
 
@@ -232,7 +235,8 @@ def _options(value: object, where: str) -> dict[str, str]:
         return {}
     if not isinstance(value, dict):
         raise PlanError(f"{where}: expected options by name, found {value!r}")
-    return {str(name): str(options or "") for name, options in value.items()}
+    return {_label(name, where): "" if options in (None, "") else _text(options, f"{where}, {name}")
+            for name, options in value.items()}
 
 
 def _text(value: object, where: str) -> str:
@@ -241,7 +245,18 @@ def _text(value: object, where: str) -> str:
     return str(value)
 
 
+def _label(value: object, where: str) -> str:
+    """The name of a stream or a region, which becomes an attribute of GE ops."""
+    text = _text(value, where)
+    if not _LABEL.fullmatch(text):
+        raise PlanError(f"{where}: expected letters, digits, '.', '-' and '_', found {text!r}")
+    return text
+
+
 def _number(value: object, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
         raise PlanError(f"{where}: expected a number, found {value!r}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise PlanError(f"{where}: expected a number, found one that is too large") from None

@@ -72,7 +72,7 @@ def _blocks(plan: Plan, keys: Keys, spread: Mapping[str, str]) -> list[str]:
         if regions:
             lines.append(f"  super_kernels: {_flow(regions)}")
         alike.setdefault(tuple(lines), []).append(number)
-    return [line for lines, numbers in alike.items() for line in (f"- layers: {keys.text(numbers)}", *lines)]
+    return [line for lines, numbers in alike.items() for line in (f"- layers: {_layers(keys.text(numbers))}", *lines)]
 
 
 def _kernel(p: Placement, keys: Keys, here: int, waits: Sequence[str], spread: Mapping[str, str]) -> str:
@@ -140,6 +140,11 @@ def _decision(d: Decision) -> dict[str, Any]:
     if d.gain_us is not None:
         found |= {"gain_us": d.gain_us, "worst_gain_us": d.worst_gain_us}
     return {**found, "reason": d.reason}
+
+
+def _layers(text: str) -> str:
+    """``text`` of layers; ``7.10`` in quotes, since YAML reads a number, 7.1."""
+    return _flow(text) if isinstance(yaml.safe_load(text), float) else text
 
 
 def cores_text(cores: Cores) -> str:

@@ -66,7 +66,8 @@ def _in_a_row(subject: Subject, name: str, inside: list[Placement]) -> list[Viol
 
 def _inner_waits(subject: Subject, regions: dict[str, list[Placement]]) -> list[Violation]:
     """A region has its cores from the first kernel to the last. What its other kernels wait for, and what need not have
-    ended before the first, finds cores beside all regions that wait for it."""
+    ended before the first, finds cores beside all regions that wait for it, and nothing that finds none is before it in
+    the queue for them."""
     waiting: dict[str, list[tuple[str, str]]] = {}
     for name, inside in regions.items():
         for node, other in _awaited_inside(subject, inside):
@@ -78,15 +79,44 @@ def _inner_waits(subject: Subject, regions: dict[str, list[Placement]]) -> list[
         needed = _held(subject, of_kernel.get(other, [subject.placements[other]]))
         cores = [_held(subject, regions[name]) for name, _ in who]
         held = sum(c for c, _ in cores), sum(v for _, v in cores)
-        if any(needed[i] and held[i] + needed[i] > chip[i] for i in (0, 1)):
+        left = chip[0] - held[0], chip[1] - held[1]
+        first = other if _exceeds(needed, left) else _before_it(subject, other, needed, left, regions, who)
+        if first:
             name, node = who[0]
             holders = " and ".join(repr(n) for n, _ in who)
-            found.append(Violation("hang", (node, other), f"{node} inside the region {name!r} waits for {other}, which "
-                                   f"needs {_text(needed)}, and {holders} {'hold' if len(who) > 1 else 'holds'} "
-                                   f"{_text(held)} of the {_text(chip)} of the die meanwhile: {other} would never "
+            wanted = needed if first == other else _held(subject, of_kernel.get(first, [subject.placements[first]]))
+            behind = "" if first == other else f"; {other} can be behind it in the queue for cores"
+            found.append(Violation("hang", (node, other) if first == other else (node, other, first),
+                                   f"{node} inside the region {name!r} waits for {other}, and {first} "
+                                   f"needs {_text(wanted)}, while {holders} {'hold' if len(who) > 1 else 'holds'} "
+                                   f"{_text(held)} of the {_text(chip)} of the die{behind}: {other} would never "
                                    f"start. End the region before {node}, limit the cores, or let "
                                    f"{regions[name][0].node} wait for {other}"))
     return found
+
+
+def _before_it(subject: Subject, other: str, needed: Cores, left: Cores, regions: dict[str, list[Placement]],
+               who: list[tuple[str, str]]) -> str:
+    """A kernel that finds no cores in ``left`` and can be waiting for them when ``other`` gets in the queue for cores
+    of one kind with it; "" without."""
+    order, inner = subject.order, {p.node: inside for inside in regions.values() for p in inside}
+    over = {p.node for p in subject.plan.placements if order.ends_before(p.node, other)
+            or any(order.ends_before(p.node, regions[name][0].node) or order.ends_before(node, p.node)
+                   for name, node in who)}
+    for p in subject.plan.placements:
+        region = inner.get(p.node, [p])
+        if p.node == other or p.node in over or order.ends_before(other, p.node) or region[0].node != p.node:
+            continue
+        if any(p in regions[name] for name, _ in who):
+            continue
+        wanted = _held(subject, region)
+        if _exceeds(wanted, left) and any(wanted[i] and needed[i] for i in (0, 1)):
+            return p.node
+    return ""
+
+
+def _exceeds(needed: Cores, left: Cores) -> bool:
+    return any(needed[i] and needed[i] > left[i] for i in (0, 1))
 
 
 def _awaited_inside(subject: Subject, inside: list[Placement]) -> Iterator[tuple[str, str]]:

@@ -176,6 +176,22 @@ def test_kernels_left_out_twice_out_of_order_and_streams_beyond_the_budget(drawn
             planning.make(graph, parse(DEFAULT).stages[-1], "atlas-a3", file)
 
 
+def test_the_times_of_an_edited_plan_are_its_own(drawn: Path, graph: Any, tmp_path: Path) -> None:
+    """Not those that the file has from before it was edited."""
+    stage, file = parse(DEFAULT).stages[-1], drawn / "out" / "plan.yaml"
+    given = planning.make(graph, stage, "atlas-a3", file).plan
+    assert f"predicted_us: {given.predicted_us:.3f}\nserial_us: {given.serial_us:.3f}\n" in file.read_text()
+    data = plan_of(drawn)
+    data["layers"] = [{"layers": one["layers"], "kernels": [k if isinstance(k, str) else next(iter(k))
+                                                            for k in one["kernels"]]} for one in data["layers"]]
+    edited = tmp_path / "edited.yaml"
+    edited.write_text(yaml.safe_dump(data))
+    own = planning.make(graph, stage, "atlas-a3", edited).plan
+    assert own.predicted_us == own.serial_us == given.serial_us
+    assert given.predicted_us is not None
+    assert own.predicted_us > given.predicted_us
+
+
 def test_a_plan_that_could_hang_is_refused(drawn: Path, tmp_path: Path) -> None:
     limits = {str(kernel[k]["cores"]) for layer in plan_of(drawn)["layers"] for kernel in layer["kernels"]
               if isinstance(kernel, dict) for k in kernel if "cores" in kernel[k]}

@@ -123,12 +123,35 @@ def test_pins_alone_are_no_plan(graph: Schedule) -> None:
     ("prefetch: forbid", "prefetch: never", "unknown switch of prefetch 'never'"),
     ("cores: whole", "prefetch: 1", "expected true or false, found 1"),
     ("target: atlas-a3", "target: [", "no YAML"),
+    ("layers: 0-2\n", "layers: 0-\u00b2\n", "unknown layer '0-\u00b2'"),
+    ("layers: 0-2\n", "layers: 2001-99-99\n", "line 11: no YAML: '2001-99-99' is no timestamp"),
+    ("layers: 0-2\n", f"layers: {'9' * 5000}\n", "is no int"),
+    ("cores: c8v16", f"cores: c{'9' * 5000}v1", "expected cube and vector cores"),
+    ("predicted_us: 80.000", "predicted_us: .nan", "expected a number, found nan"),
+    ("predicted_us: 80.000", f"predicted_us: {'9' * 400}", "expected a number"),
+    ("predicted_us: 80.000", "predicted_us: !!bool maybe", "'maybe' is no bool"),
+    ("predicted_us: 80.000", "? !!set {a}\n: 1", "expected a name"),
+    ("pins:", "decisions: " + "[" * 2000 + "]" * 2000 + "\npins:", "lists or mappings in one another"),
+    ("stream: side1", r'stream: "\ud800"', "expected letters, digits"),
+    ("stream: side1", "stream: ' main'", "expected letters, digits, '.', '-' and '_', found ' main'"),
+    ("{everything: stream-fusion=1}", "{everything: stream-fusion=1, '': x}", "expected a name, found ''"),
+    ("applied: true", "applied: 'no'", "decision 1, applied: expected true or false, found 'no'"),
 ])
 def test_mistakes_are_named(graph: Schedule, old: str, new: str, words: str) -> None:
     text = TEXT.replace(", previous/x", "")
     assert old in text
     with pytest.raises(PlanError, match=words):
         from_yaml(text.replace(old, new), graph)
+
+
+def test_runs_of_one_layer_that_are_many() -> None:
+    """``7.10`` is the tenth run of layer 7; YAML reads it as the number 7.1."""
+    tasks = [task(f"{n}.x", "elementwise", VECTOR, 1, layer=7 + n % 2) for n in range(40)]
+    graph = Schedule(tuple(tasks), graphs=0)
+    plan = Plan("atlas-a3", tuple(Placement(t.name, "side1" if n == 18 else "main") for n, t in enumerate(tasks)))
+    text = to_yaml(plan, graph)
+    assert "- layers: '7.10'\n" in text
+    assert from_yaml(text, graph) == plan
 
 
 def test_plans_that_do_not_fit_their_graph(graph: Schedule) -> None:

@@ -142,3 +142,27 @@ def test_two_regions_that_wait_inside_for_one_kernel_leave_it_cores_together() -
 
     assert checks(8) == set()
     assert checks(16) == {"hang"}
+
+
+def test_what_a_region_waits_for_inside_is_behind_nothing_that_finds_no_cores() -> None:
+    """c, in the region, waits for b, which needs vector cores alone; x needs both kinds, and one is taken."""
+    def checks(names: str = "in early a x b c end", *ordered: Wait) -> set[str]:
+        cores = {"a": (24, 0), "b": (0, 48), "x": (24, 48), "c": (24, 0)}
+        deps = {"a": ("in",), "x": ("in",), "b": ("in", "early"), "c": ("a", "b"), "end": ("c", "x")}
+        tasks = tuple(Task(n, Fixed(10.0, cores.get(n, (0, 1))), deps=deps.get(n, ())) for n in names.split())
+        streams = {"x": "side1", "b": "side2", "early": "side2"}
+        placed = tuple(Placement(t.name, streams.get(t.name, "main"), None, "sk" if t.name in "ac" else None)
+                       for t in tasks)
+        plan = Plan("atlas-a3", placed, ordered, regions=(SuperKernelRegion("sk"),))
+        graph = Schedule(tasks, graphs=0)
+        found = {v.check for v in verify_plan(plan, graph, CHIP, GraphFacts(frozenset({"end"})))}
+        try:
+            simulate(to_schedule(plan, graph), Machine.of(CHIP, load_constants()))
+        except ScheduleError:
+            return {*found, "seen"}
+        return found
+
+    assert checks() == {"hang", "seen"}
+    assert checks("in early a b x c end", Wait("x", "b")) == set()
+    assert checks("in early x a b c end", Wait("a", "x")) == set()
+    assert checks("in early a x b c end", Wait("c", "x")) == {"hang", "seen"}

@@ -6,6 +6,8 @@ gamma is one number per entry of the last dim, stored or computed (1 + w), or mi
 
 from __future__ import annotations
 
+from typing import Any as Anything
+
 import torch
 from torch import fx
 
@@ -14,7 +16,7 @@ from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Literal, Number
 from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
 from cannopy.fusion_rules.engine.spellings import CAST, before_widening
 from cannopy.fusion_rules.engine.stop import describe, short
-from cannopy.fx_passes.graph import aten, dtype, shape, where
+from cannopy.fx_passes.graph import aten, dtype, is_call, shape, where
 
 
 def _float32(value: object) -> str | None:
@@ -71,6 +73,9 @@ def check(match: Match, ctx: Context) -> Refusal | None:
 def _mixed(match: Match, others: str, x: fx.Node) -> Refusal:
     kind = describe(dtype(x))
     made = f" ({short(x.target)}, {where(x)})" if x.op == "call_function" else ""
+    if is_call(x, aten._to_copy.default):
+        above: Anything = x.args[0]
+        made = f" (a cast of {describe(above)} at {where(above)})"
     found = f"input {dtype(x)}{made}, {others}"
     return Refusal(f"the norm mixes dtypes: {found}", match.anchor, "dtype", f"{kind} throughout, float32 inside",
                    found, f"cast the normalised value and gamma to {kind}, the dtype of the input")

@@ -299,7 +299,13 @@ def _limited(x: Tensor, g: Tensor) -> Tensor:
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
+def _whole_numbers(x: Tensor, g: Tensor) -> Tensor:
+    wide = (8 * x).to(torch.int32).float()
+    return g * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
 NORM_REFUSALS = {
+    "integers": (_whole_numbers, "the norm mixes dtypes: input torch.float32 (a cast of aten._to_copy (a cast to int"),
     "fp32 from elsewhere": (_limited, "the norm mixes dtypes: input torch.float32 (aten.clamp"),
     "mean over tokens": (_over(0, lambda g: g), "the mean is over dim 0, not over the last one"),
     "gamma of one entry": (_over(-1, lambda g: g[:1]), "gamma has shape (1,), not [64]"),

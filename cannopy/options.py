@@ -92,7 +92,8 @@ class Options:
         if isinstance(self.group_timeout, bool) or not self.group_timeout > 0:
             raise OptionError(f"group_timeout: expected seconds above 0, found {self.group_timeout!r}")
         if self.keep_weights and not self.use_cache:
-            raise OptionError("keep_weights: there is no cache to keep them in", "leave use_cache as it is")
+            raise OptionError("keep_weights: there is no cache to keep them in",
+                              "leave out keep_weights (--keep-weights), or use_cache=False (--no-cache)")
         if self.ranks is not None:
             object.__setattr__(self, "ranks", tuple(self.ranks))
         for name in ("cache_dir", "dump_dir", "plan"):

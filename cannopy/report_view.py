@@ -22,7 +22,7 @@ def render(report: CompileReport) -> RenderableType:
         ("Fusions", fusions_table(report)),
         ("Came near and did not apply", misses_table(report.misses)),
         ("Device kernels per layer", kernels_table(report)),
-        ("Device kernels", kernels_table(report)),
+        ("Device kernels as torchair submits them", counts_table("kernel", report.kernels)),
         ("Seconds", seconds_table(report.timings)),
     ):
         if table.row_count:
@@ -67,10 +67,14 @@ def plan_line(schedule: Mapping[str, Any]) -> str:
         return text
     parts = [f"{schedule['streams']} streams" if schedule["streams"] > 1 else "",
              f"core limits {', '.join(schedule['core_limits'])}" if schedule["core_limits"] else "",
-             f"{schedule['prefetches']} prefetches" if schedule["prefetches"] else "",
-             f"{schedule['super_kernels']} SuperKernels" if schedule["super_kernels"] else ""]
+             _several(schedule["prefetches"], "prefetch", "prefetches"),
+             _several(schedule["super_kernels"], "SuperKernel", "SuperKernels")]
     made = ", ".join(part for part in parts if part) or "one stream, nothing else gains"
     return f"{text}, {serial / 1000:.3g} ms on one stream\nplan: {made}"
+
+
+def _several(count: int, one: str, more: str) -> str:
+    return f"{count} {one if count == 1 else more}" if count else ""
 
 
 def memory_line(found: Mapping[str, Any]) -> str:

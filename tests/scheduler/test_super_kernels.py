@@ -14,7 +14,7 @@ from cannopy.stream_scheduler.plan import Pin, Pins
 from cannopy.stream_scheduler.scheduler import ScheduleOptions, schedule
 from cannopy.stream_scheduler.simulator import Machine, Schedule
 from cannopy.superkernel import SuperKernels, table, why_not
-from tests.scheduler.graphs import CUBE, VECTOR, groups, shared_expert, task, violations
+from tests.scheduler.graphs import CUBE, VECTOR, groups, random_graph, shared_expert, task, violations
 
 A3 = Machine.of(load_hardware("atlas-a3"), load_constants())
 
@@ -95,3 +95,13 @@ def test_kernels_kept_out_and_put_in() -> None:
     small = chain("embedding", "add_rms_norm", "bf16_matmul", *["embedding"] * 60)
     assert plan(small).regions == ()  # less than the threshold
     assert plan(small, pins=Pins({}, (Pin("k1", super_kernel=True),))).by_node["k1"].super_kernel is not None
+
+
+@pytest.mark.parametrize(("seed", "regions"), [(75, 4), (97, 3), (114, 0)])
+def test_a_region_waits_for_no_other_stream_inside_whatever_the_times(seed: int, regions: int) -> None:
+    """At the predicted times what they wait for has ended before the region starts; nothing orders it so."""
+    graph = random_graph(seed)
+    found = plan(graph)
+    assert violations(found, graph) == []
+    assert len(found.streams) == 2
+    assert len(found.regions) == regions

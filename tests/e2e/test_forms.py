@@ -30,7 +30,8 @@ def _non_contiguous(model: torch.nn.Module) -> None:
             parameter.data = parameter.data.t().contiguous().t()
 
 
-def _train(model: torch.nn.Module) -> None:
+def _strided_and_training(model: torch.nn.Module) -> None:
+    _non_contiguous(model)
     model.train()
 
 
@@ -41,9 +42,8 @@ FORMS: dict[str, tuple[dict, dict, Callable[[torch.nn.Module], None] | None, boo
     "length-112": ({}, {"tokens": 3, "past": 20, "length": 112}, None, True),
     "length-100": ({}, {"tokens": 3, "past": 20, "length": 100}, None, False),
     "fp32": ({"dtype": torch.float32}, {"tokens": 3, "past": 20}, None, False),
-    "tied": ({"tie_word_embeddings": True}, {"tokens": 3, "past": 20}, None, True),
-    "non-contiguous": ({}, {"tokens": 3, "past": 20}, _non_contiguous, True),
-    "train-mode": ({}, {"tokens": 3, "past": 20}, _train, True),
+    "tied-non-contiguous-train-mode": (
+        {"tie_word_embeddings": True}, {"tokens": 3, "past": 20}, _strided_and_training, True),
     "odd-hidden": ({"hidden_size": 896}, {"tokens": 3, "past": 20}, None, False),
 }
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cannopy import planning
 from cannopy.backend.cache.code import CodeWalk
-from cannopy.backend.cache.key import object_text
+from cannopy.backend.cache.key import described, object_text
 from cannopy.backend.cache.text import digest
 from cannopy.backend.cann import cann_version
 from cannopy.errors import CannopyError
@@ -96,7 +96,7 @@ class Plan:
             number = f" ({named[path.name]})" if named[path.name] > 1 else ""
             lines.append(f"rule file {path.name}{number}={_content(path)}")
         for name, one in self.user.items():
-            walk = CodeWalk([], object_text)
+            walk = CodeWalk([], described)
             for part in (one.rule.check, one.rule.rewrite):
                 walk.add(part)
             lines.append(f"code of rule {name}={digest(repr(walk.items) + object_text(one.rule))}")

@@ -9,23 +9,34 @@ per layer.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-import torch
-
 from cannopy.backend.cache.environment import Environment, is_environment
-from cannopy.backend.cache.text import LOADING, code_text, constant_text, digest, module_name
+from cannopy.backend.cache.functions import (
+    function_text,
+    functions_in,
+    held_by,
+    held_text,
+    imported_in,
+    names,
+    parts_of,
+)
+from cannopy.backend.cache.functions import reference_text as reference_text
+from cannopy.backend.cache.packages import (
+    is_installed,
+    is_own,
+    is_stable,
+    of_distributed,
+    own_classes,
+)
+from cannopy.backend.cache.text import LOADING, constant_text, module_name, types_in
 
-Describe = Callable[[Any], str]
-
-STABLE = frozenset({"torch", "torch_npu", "torchair", "numpy", "builtins", "cannopy"}) | sys.stdlib_module_names
-"""Top-level packages that the ``versions`` and ``cannopy`` fields of the key cover."""
+Described = Callable[[Any], tuple[str, Collection[Any]]]
+"""Text of an object that is neither plain nor code, and the classes, functions and modules in it."""
 
 _COLLECTIVES = frozenset({"_c10d_functional", "c10d", "c10d_functional", "_dtensor"})
 """Namespaces of ``torch.ops``."""
@@ -34,128 +45,27 @@ _OF_SHARDED_MODELS = ("transformers.distributed.", "transformers.loss.")
 _LOADERS = ("transformers.modeling_utils.", "transformers.generation.", "transformers.distributed.")
 _NOT_NOTED = frozenset({"__file__", "__cached__", "__path__", "__spec__", "__loader__", "__doc__", "__dict__"})
 """Globals of every module that say where it is, not what it does."""
-_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
-_INSTALLED = ("site-packages", "dist-packages")
-
-
-def top_package(obj: Any) -> str:
-    """First part of the name of the module that defines a class or a function."""
-    return str(getattr(obj, "__module__", None) or "builtins").split(".")[0]
-
-
-def of_distributed(value: Any) -> bool:
-    """Whether a module, class, function or object is of torch.distributed."""
-    name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
-    return isinstance(name, str) and (name.startswith("torch.distributed") or name == "torch._C._distributed_c10d")
-
-
-def own_classes(classes: Iterable[type]) -> list[type]:
-    """The classes and their bases that are not of a `STABLE` package, each once."""
-    seen: dict[type, None] = {}
-    for cls in classes:
-        for base in cls.__mro__:
-            if top_package(base) not in STABLE:
-                seen.setdefault(base)
-    return list(seen)
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for c in code.co_consts:
-        if isinstance(c, types.CodeType):
-            yield from _names(c)
-
-
-def _functions(value: Any) -> Iterator[types.FunctionType]:
-    """Plain functions behind methods, properties, partials and decorators."""
-    for _ in range(16):
-        if isinstance(value, (staticmethod, classmethod, types.MethodType)):
-            value = value.__func__
-        elif isinstance(value, property):
-            for part in (value.fget, value.fset):
-                if part is not None:
-                    yield from _functions(part)
-            return
-        elif isinstance(value, (functools.partial, functools.partialmethod)):
-            for part in (*value.args, *value.keywords.values()):
-                yield from _functions(part)
-            value = value.func
-        elif isinstance(value, types.FunctionType):
-            yield value
-            if not hasattr(value, "__wrapped__"):
-                return
-            value = value.__wrapped__
-        elif hasattr(value, "__wrapped__"):
-            value = value.__wrapped__
-        else:
-            return
-
-
-def is_installed(module: str, file: str = "") -> bool:
-    """Whether a module is of an installed distribution, not a file of the user's."""
-    file = getattr(sys.modules.get(module), "__file__", None) or file
-    return any(part in file for part in _INSTALLED)
-
-
-def reference_text(value: Any) -> str | None:
-    """A function, class, module or operator by its name, a partial with its arguments; None for anything else."""
-    if isinstance(value, types.ModuleType):
-        return f"module {module_name(value.__name__)}"
-    if isinstance(value, (functools.partial, functools.partialmethod)):
-        parts = [*value.args, *itertools.chain(*sorted(value.keywords.items()))]
-        return f"partial {[_short(v) for v in (value.func, *parts)]}"
-    if not isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, *_OPERATORS)):
-        return None
-    kind = "class" if isinstance(value, type) else "function"
-    code = f" {digest(code_text(value.__code__))}" if isinstance(value, types.FunctionType) else ""
-    return f"{kind} {module_name(value.__module__ or '')}.{getattr(value, '__qualname__', value)}{code}"
-
-
-def _short(value: Any) -> str:
-    return constant_text(value) or reference_text(value) or type(value).__qualname__
-
-
-def function_text(f: types.FunctionType, describe: Describe) -> str:
-    """Digest of code, closure, defaults and keyword defaults of a function."""
-    cells = []
-    for cell in f.__closure__ or ():
-        try:
-            cells.append(_held(f, cell.cell_contents, describe))
-        except ValueError:  # not filled yet
-            cells.append("empty")
-    defaults = [_held(f, v, describe) for v in f.__defaults__ or ()]
-    keywords = [f"{k}={_held(f, v, describe)}" for k, v in sorted((f.__kwdefaults__ or {}).items())]
-    return digest(f"{code_text(f.__code__)}{cells}{defaults}{keywords}")
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 an empty one raises
-    except ValueError:
-        return False
-    return True
-
-
-def _held(f: types.FunctionType, value: Any, describe: Describe) -> str:
-    """A value that `f` holds. Objects of installed code are told by type: they are as their version makes them."""
-    text = constant_text(value) or reference_text(value)
-    if text is not None:
-        return text
-    if is_installed(f.__module__ or "", f.__code__.co_filename):
-        return type(value).__qualname__
-    return describe(value)
+_NEVER_CALLED = frozenset(
+    {
+        "__init__", "__new__", "__init_subclass__", "__set_name__", "__class_getitem__", "__subclasshook__", "__del__",
+        "__repr__", "__str__", "__format__", "__dir__", "__sizeof__", "__annotate__", "__copy__", "__deepcopy__",
+        "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__",
+    }
+)  # fmt: skip
+"""Methods that Python calls by itself, but not for an operator or an access in code that a trace runs."""
 
 
 class CodeWalk:
     """Collects what is reachable from some roots: digests of functions, values that they name.
 
-    ``describe`` gives the text of an object that is neither plain nor code.
+    ``describe`` gives the text of an object that is neither plain nor code, and what code is in it.
     """
 
-    def __init__(self, classes: Iterable[type], describe: Describe) -> None:
+    def __init__(self, classes: Iterable[type], describe: Described) -> None:
         self._found: dict[str, set[str]] = {}
-        self._classes = own_classes(classes)
-        self._class_set = set(self._classes)
+        self._classes: list[type] = []
+        self._class_set: set[type] = set()
+        self._modules: dict[str, types.ModuleType] = {}
         self._describe = describe
         self._seen: set[int] = set()
         self._queue: list[types.FunctionType] = []
@@ -167,6 +77,8 @@ class CodeWalk:
         """Whether code that was followed can reach torch.distributed: what it computes may then depend on the rank."""
         self.distributed_if_sharded = False
         """The same through code that does so only in a sharded model, which has hooks or other objects then."""
+        for cls in own_classes(classes):
+            self._enter(cls)
 
     @property
     def items(self) -> dict[str, str]:
@@ -175,29 +87,46 @@ class CodeWalk:
         return dict(sorted({**found, **self.environment.items()}.items()))
 
     def add(self, root: Any) -> None:
-        """Follow `root`: a function, a method, a class (its ``forward``) or anything that wraps one."""
-        self._push(root)
+        """Follow `root`: a function, a method, a class, a module, an object, or anything that wraps one."""
+        self._meet(root)
+        self._follow()
+
+    def add_name(self, name: str) -> None:
+        """Follow the attribute `name` of each class, and of each module that code holds."""
+        self._name(name)
+        self._follow()
+
+    def add_patched(self, name: str, f: types.FunctionType) -> None:
+        """Follow a function that was put in the place of torch's own ``name``."""
+        self._found.setdefault(f"in place of {name}", set()).add(f"{module_name(f.__module__)}.{f.__qualname__}")
+        self.add(f)
+
+    def _follow(self) -> None:
         while self._queue:
             self._visit(self._queue.pop())
 
-    def add_name(self, name: str) -> None:
-        """Follow the attribute `name` of each class."""
+    def _name(self, name: str) -> None:
         if name in self._names_done:
             return
         self._names_done.add(name)
         for cls in list(self._classes):
             if name in vars(cls):
                 self._member(cls, name)
+        for module in list(self._modules.values()):
+            self._in_module(module, name)
 
     def _member(self, cls: type, name: str) -> None:
         value, path = vars(cls)[name], f"{module_name(cls.__module__)}.{cls.__qualname__}.{name}"
         installed = is_installed(cls.__module__)
         self._push(value)
         self._note(path, value, installed)
-        plain = constant_text(value) is not None or reference_text(value) is not None
-        if not (installed or plain or name.startswith("__") or any(True for _ in _functions(value))):
-            self._class(type(value))
-            self._found.setdefault(path, set()).add(self._describe(value))
+        if installed:
+            return
+        self._meet(value)
+        for part in parts_of(value):
+            followed = isinstance(part, types.FunctionType) and not is_stable(part)
+            if not (followed or name.startswith("__") or constant_text(part) is not None):
+                self._found.setdefault(path, set()).add(held_text(part, installed, self._text))
 
     def reads(self, name: str) -> bool:
         """Whether code that was followed uses the name."""
@@ -213,9 +142,9 @@ class CodeWalk:
             for value in list(vars(module).values()) if module is not None else ():
                 own = isinstance(value, type) and value.__module__ == name
                 members = list(vars(value).values()) if own else [value]
-                for f in itertools.chain.from_iterable(map(_functions, members)):
+                for f in itertools.chain.from_iterable(map(functions_in, members)):
                     if f.__module__ == name and id(f) not in self._seen:
-                        self._record(f)
+                        self._record(f, lambda v: self._describe(v)[0])
 
     def _note(self, name: str, value: Any, installed: bool) -> None:
         """A plain value by name. Dicts of installed code are not noted: many are filled while a process runs."""
@@ -228,34 +157,56 @@ class CodeWalk:
             self._found.setdefault(name, set()).add(text)
 
     def _push(self, value: Any) -> None:
-        for f in _functions(value):
-            if top_package(f) not in STABLE and id(f) not in self._seen:
+        for f in functions_in(value):
+            if not is_stable(f) and id(f) not in self._seen:
                 self._seen.add(id(f))
                 self._queue.append(f)
 
-    def _record(self, f: types.FunctionType) -> None:
+    def _meet(self, value: Any) -> None:
+        """Something that code of the user's holds or names: what can be run of it is followed."""
+        self._push(value)
+        if isinstance(value, types.ModuleType):
+            self._module(value)
+        elif isinstance(value, type):
+            self._class(value)
+        else:
+            for cls in types_in(value):
+                self._class(cls)
+
+    def _text(self, value: Any) -> str:
+        text, inside = self._describe(value)
+        for v in inside:
+            self._meet(v)
+        return text
+
+    def _record(self, f: types.FunctionType, describe: Callable[[Any], str]) -> None:
         name = f"{module_name(f.__module__)}.{f.__qualname__}"
-        self._found.setdefault(name, set()).add(function_text(f, self._describe))
+        self._found.setdefault(name, set()).add(function_text(f, describe))
         if not f"{f.__module__}.".startswith(_LOADERS):
-            self.loading |= LOADING.intersection(_names(f.__code__))
+            installed = is_installed(f.__module__ or "", f.__code__.co_filename)
+            self.loading |= LOADING.intersection(names(f.__code__, by_text=not installed))
 
     def _visit(self, f: types.FunctionType) -> None:
-        self._record(f)
-        for cell in f.__closure__ or ():
-            with contextlib.suppress(ValueError):  # not filled yet
-                self._push(cell.cell_contents)
-        names = list(_names(f.__code__))
-        for n in names:
+        self._record(f, self._text)
+        installed = is_installed(f.__module__ or "", f.__code__.co_filename)
+        held = held_by(f)
+        for value in held:
+            if installed:
+                self._push(value)
+            else:
+                self._meet(value)
+        for module in () if installed else imported_in(f):
+            self._module(module)
+        known = list(names(f.__code__, by_text=not installed))
+        for n in known:
             if n.startswith("torch.distributed") or n in _COLLECTIVES:  # an import inside, torch.ops.…
                 self._reaches_distributed(f)
-            self._global(f, n)
-            self.add_name(n)
-        if not is_installed(f.__module__ or "", f.__code__.co_filename):
-            held = [c.cell_contents for c in f.__closure__ or () if _is_filled(c)]
-            named = [f.__globals__[n] for n in names if n in f.__globals__]
-            defaults = [f.__defaults__, f.__kwdefaults__]
-            self.environment.code(f.__code__, [*named, *held, *defaults])
-            self.environment.note([*held, *defaults])
+            self._global(f, n, installed)
+            self._name(n)
+        if not installed:
+            named = [f.__globals__[n] for n in known if n in f.__globals__]
+            self.environment.code(f.__code__, [*named, *held])
+            self.environment.note(held)
 
     def _reaches_distributed(self, f: types.FunctionType) -> None:
         if f"{f.__module__}.".startswith(_OF_SHARDED_MODELS):
@@ -263,43 +214,79 @@ class CodeWalk:
         else:
             self.distributed = True
 
-    def _global(self, f: types.FunctionType, name: str) -> None:
+    def _global(self, f: types.FunctionType, name: str, installed: bool) -> None:
         if name not in f.__globals__:
             return
         value = f.__globals__[name]
         whole_torch = value is sys.modules.get("torch")
-        if of_distributed(value) or (whole_torch and "distributed" in _names(f.__code__)):
+        if of_distributed(value) or (whole_torch and "distributed" in names(f.__code__)):
             self._reaches_distributed(f)
         if isinstance(value, types.ModuleType):
-            if value.__name__.split(".")[0] in STABLE:
-                return
-            for n in _names(f.__code__):
-                if n in vars(value):
-                    self._named(f, f"{module_name(value.__name__)}.{n}", vars(value)[n])
+            self._through(value, set(names(f.__code__, not installed)), installed, set())
         else:
-            self._named(f, f"{module_name(f.__module__)}.{name}", value)
+            self._named(f"{module_name(f.__module__)}.{name}", value, installed)
 
-    def _named(self, f: types.FunctionType, name: str, value: Any) -> None:
-        """Something that `f` reads by name from a module: code is followed, a value noted."""
-        installed = is_installed(f.__module__ or "", f.__code__.co_filename)
+    def _through(self, module: types.ModuleType, known: set[str], installed: bool, seen: set[int]) -> None:
+        """What ``module.name`` and ``module.below.name`` may be in code with the names ``known``."""
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        if not installed and is_own(module):
+            self._module(module)
+            return
+        stable = is_stable(module)
+        for n in known.intersection(vars(module)):
+            value = vars(module)[n]
+            if isinstance(value, types.ModuleType):
+                self._through(value, known, installed, seen)
+            elif not stable:
+                self._named(f"{module_name(module.__name__)}.{n}", value, installed)
+            elif isinstance(value, types.FunctionType) and not is_stable(value):
+                self._named(f"{module.__name__}.{n}", value, installed)
+
+    def _named(self, name: str, value: Any, installed: bool) -> None:
+        """Something that code reads by name from a module: code is followed, a value noted."""
         self._push(value)
         self._class(value)
         self._note(name, value, installed)
-        held = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        for v in held:
-            self._push(v)
-        if not installed and constant_text(value) is None and not is_environment(value):
-            self._class(type(value))
-            self._found.setdefault(name, set()).add(_held(f, value, self._describe))
+        if installed:
+            held = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+            for v in held:
+                self._push(v)
+        elif not is_environment(value):
+            self._meet(value)
+            if constant_text(value) is None:
+                self._found.setdefault(name, set()).add(held_text(value, installed, self._text))
+
+    def _module(self, module: types.ModuleType) -> None:
+        """A module of the user's that code holds: what has one of the names in code counts."""
+        if module.__name__ in self._modules or not is_own(module):
+            return
+        self._modules[module.__name__] = module
+        for n in ["__getattr__", *sorted(self._names_done)]:
+            self._in_module(module, n)
+
+    def _in_module(self, module: types.ModuleType, name: str) -> None:
+        if name in vars(module):
+            self._named(f"{module_name(module.__name__)}.{name}", vars(module)[name], False)
 
     def _class(self, value: Any) -> None:
         """A class that code names may be instantiated: its methods count like those of the model's classes."""
-        if not isinstance(value, type) or value in self._class_set or top_package(value) in STABLE:
+        if not isinstance(value, type) or value in self._class_set or is_stable(value):
             return
-        fresh = [c for c in own_classes([value]) if c not in self._class_set]
-        self._classes += fresh
-        self._class_set.update(fresh)
-        for cls in fresh:
-            for n in ("__init__", "__new__", "__call__", "forward", *self._names_done):
-                if n in vars(cls):
-                    self._member(cls, n)
+        for cls in own_classes([value]):
+            if cls not in self._class_set:
+                self._enter(cls)
+                for n in ("__init__", "__new__"):
+                    if n in vars(cls):
+                        self._member(cls, n)
+
+    def _enter(self, cls: type) -> None:
+        """Take a class in: what has a name that code uses, and what operators and calls run."""
+        self._class_set.add(cls)
+        self._classes.append(cls)
+        self._class(type(cls))
+        for n, value in list(vars(cls).items()):
+            operator = n.startswith("__") and n.endswith("__") and n not in _NEVER_CALLED
+            if n == "forward" or n in self._names_done or (operator and any(True for _ in functions_in(value))):
+                self._member(cls, n)

@@ -16,6 +16,7 @@ import os
 import platform
 import re
 import sys
+import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ from typing import Any
 import torch
 
 from cannopy.backend.artifact import CallForm, Fingerprint
-from cannopy.backend.cache.code import CodeWalk, of_distributed, own_classes, top_package
+from cannopy.backend.cache.code import CodeWalk
 from cannopy.backend.cache.describe import Describer, tensor_item
+from cannopy.backend.cache.packages import is_stable, of_distributed, own_classes, top_package
 from cannopy.backend.cache.text import constant_text, digest
 from cannopy.backend.options import BuildOptions
 from cannopy.fx_passes import calls
@@ -174,7 +176,14 @@ def _attributes(describer: Describer, modules: Mapping[str, torch.nn.Module]) ->
         short = "; ".join(lines)
         if lines:
             attributes[path] = short if len(short) <= 160 else _by_name(lines)
+    attributes |= describer.items(_hooks_of_all(), "hooks of all modules")
     return attributes, config
+
+
+def _hooks_of_all() -> list[Any]:
+    """Hooks that torch runs for every module."""
+    torch_module = torch.nn.modules.module
+    return [*torch_module._global_forward_pre_hooks.values(), *torch_module._global_forward_hooks.values()]
 
 
 def _by_name(lines: Sequence[str]) -> str:
@@ -205,20 +214,52 @@ def _weights(model: torch.nn.Module, read_grad: bool) -> dict[str, str]:
 
 def _walk(model: torch.nn.Module, method: str, describer: Describer) -> CodeWalk:
     """The code that can run."""
-    walk = CodeWalk(describer.classes, object_text)
+    walk = CodeWalk(describer.classes, described)
     walk.environment.note(list(describer.strings))
     walk.add(getattr(model, method))
     walk.add_name(method)
     walk.add_name("forward")
     for f in describer.functions:
         walk.add(f)
+    for name, f in _patched({type(m) for m in model.modules()}):
+        walk.add_patched(name, f)
     walk.add_modules(own_classes(type(m) for m in model.modules()))
     return walk
 
 
+def _patched(kinds: Iterable[type]) -> Iterator[tuple[str, types.FunctionType]]:
+    """Functions that stand in the place of torch's own."""
+    of_torch = {base for kind in kinds for base in kind.__mro__ if is_stable(base)}
+    holders: tuple[Any, ...] = (torch, torch.nn.functional, torch.Tensor, *sorted(of_torch, key=str))
+    for holder in holders:
+        for name, f in list(vars(holder).items()):
+            if isinstance(f, types.FunctionType) and not is_stable(f):
+                yield f"{holder.__name__}.{name}", f
+
+
+def _renamed() -> str:
+    """Which of torch's functions stand under the name of another one."""
+    holders: tuple[Any, ...] = (torch, torch.nn.functional, torch.Tensor)
+    found = [
+        f"{holder.__name__}.{name}={f.__name__}"
+        for holder in holders
+        for name, f in sorted(vars(holder).items())
+        if isinstance(f, (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType))
+        and f.__name__ != name
+    ]
+    return digest("\n".join(found))
+
+
+def described(value: Any) -> tuple[str, list[Any]]:
+    """An object that code holds, as a digest of all that is reachable from it, and the code in it."""
+    describer = Describer()
+    text = digest("\n".join(f"{path}={text}" for path, text in describer.items(value, "")))
+    return text, [*describer.classes, *describer.functions]
+
+
 def object_text(value: Any) -> str:
-    """An object that code holds, as a digest of all that is reachable from it."""
-    return digest("\n".join(f"{path}={text}" for path, text in Describer().items(value, "")))
+    """An object as a digest of all that is reachable from it."""
+    return described(value)[0]
 
 
 def _package_files() -> Iterator[tuple[str, Path]]:
@@ -275,6 +316,7 @@ def _torch_state() -> dict[str, str]:
         "default dtype": str(torch.get_default_dtype()),
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
         "matmul precision": torch.get_float32_matmul_precision(),
+        "functions": _renamed(),
         "default device": str(torch.get_default_device()),
         "autocast": str([(d, torch.get_autocast_dtype(d)) for d in devices if torch.is_autocast_enabled(d)]),
         "attention kernels": str([n for n in ("flash", "mem_efficient", "math") if getattr(sdp, f"{n}_sdp_enabled")()]),

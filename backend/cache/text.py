@@ -10,13 +10,16 @@ import os
 import pathlib
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
+from cannopy.backend.cache.packages import is_stable
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 _TORCH = (torch.dtype, torch.layout, torch.memory_format)
+_DEPTH = 6
 _STORE_NAME = bytes([dis.opmap["STORE_NAME"]])
 _EXTENDED = re.escape(bytes([dis.opmap["EXTENDED_ARG"]]))
 _CONSTANTS = b"".join(re.escape(bytes([op])) for op in dis.hasconst if op < 256)
@@ -69,9 +72,14 @@ def constant_text(value: Any, *, source: bool = False, inside: tuple[int, ...] =
     ``inside`` are the containers around it, by id: one that holds itself is not plain.
     """
     if isinstance(value, enum.Enum):
-        text = f"{type(value).__qualname__}.{value.name}"
+        held = constant_text(value._value_, source=True, inside=(*inside, id(value)))
+        if held is None:
+            return None
+        text = f"{type(value).__qualname__}.{value.name} = {held}"
     elif isinstance(value, pathlib.PurePath):
         text = path_text(str(value)) or repr(str(value))
+    elif isinstance(value, (*_PLAIN, tuple, list, set, frozenset)) and _has_more(type(value)):
+        return None
     elif isinstance(value, str) and not source:
         text = path_text(value) or repr(value)
     elif isinstance(value, _PLAIN):
@@ -89,10 +97,30 @@ def constant_text(value: Any, *, source: bool = False, inside: tuple[int, ...] =
             if part is None:
                 return None
             known.append(part)
-        text = f"{type(value).__name__}({','.join(sorted(known) if isinstance(value, (set, frozenset)) else known)})"
+        fields = getattr(type(value), "_fields", "") if isinstance(value, tuple) else ""
+        known = sorted(known) if isinstance(value, (set, frozenset)) else known
+        text = f"{type(value).__name__}{fields or ''}({','.join(known)})"
     else:
         return None
     return text if len(text) <= 80 else f"{text[:40]}… {digest(text)}"
+
+
+def _has_more(cls: type) -> bool:
+    """Whether a class derived from a plain one, or from a container, may have attributes and methods of its own."""
+    return not is_stable(cls) and not hasattr(cls, "_fields")
+
+
+def types_in(value: Any, depth: int = 0) -> Iterator[type]:
+    """The class of a value, and of those in plain containers, where versions do not tell what it does."""
+    kind = type(value)
+    if not is_stable(kind):
+        yield kind
+    if depth < _DEPTH and isinstance(value, (list, tuple, set, frozenset, dict)):
+        for v in list(value):
+            yield from types_in(v, depth + 1)
+        if isinstance(value, dict):
+            for v in list(value.values()):
+                yield from types_in(v, depth + 1)
 
 
 def _pairs(value: Mapping[Any, Any]) -> list[tuple[Any, Any]]:

@@ -62,7 +62,7 @@ EDITS: dict[str, tuple[str, str, str]] = {
     ),
     "config field": ("top_k: int = 2", "top_k: int = 4", r"config \(self\.config\.top_k: 2 -> 4\)"),
     "nested config": ("10000.0", "500.0", r"config \(self\.config\.rope\['theta'\]: 10000\.0 -> 500\.0\)"),
-    "enum": ("= Kind.ONE", "= Kind.TWO", r"config \(self\.config\.kind: Kind\.ONE -> Kind\.TWO\)"),
+    "enum": ("= Kind.ONE", "= Kind.TWO", r"config \(self\.config\.kind: Kind\.ONE = 1 -> Kind\.TWO = 2\)"),
     "partial in an attribute": ('"tanh"', '"none"', r"attributes \(self\.layers\.0\.act of: .* -> "),
     "lambda in an attribute": ("lambda x: x * 2", "lambda x: x * 3", "attributes|code"),
     "nested attribute": ('"window": 3', '"window": 4', r"attributes \(self\.layers\.0"),

@@ -53,8 +53,9 @@ class Parallel:
                 raise ParallelError(f"{f.name} is a number of dies, found {value!r}")
         if self.dp and self.dp != self.replicas:
             shared = f"cp = {self.cp}" if self.cp > 1 else f"attn_tp·kvp = {self.attn_tp}·{self.kvp}"
+            each = self.dies / self.replicas
             raise ParallelError(f"dp={self.dp}: {self.dies} dies, of which {shared} have the same requests, are "
-                                f"{self.dies} / {self.dies / self.replicas:g} = {self.replicas:g} replicas; leave dp out")
+                                f"{self.dies} / {each:g} = {self.replicas:g} replicas; leave dp out")
 
     @classmethod
     def parse(cls, text: str) -> Parallel:

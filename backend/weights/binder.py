@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 
 from cannopy.backend.artifact import Artifact
+from cannopy.backend.call_check import tensor_check
 from cannopy.backend.guards import GuardError, apply_view, check_tensor
 from cannopy.backend.weights.kept import KeptWeights, is_known, missing, note
 from cannopy.fx_passes.paths import Path, PathLookupError, parse_path
@@ -33,6 +34,10 @@ Slot = tuple[Any, Any, object]
 FormatCast = Callable[[torch.Tensor], torch.Tensor]
 _DERIVED: weakref.WeakValueDictionary[Any, torch.nn.Parameter] = weakref.WeakValueDictionary()
 _version: Callable[[torch.Tensor], int] = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
+
+
+def _layout(t: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
+    return t.dtype, t.shape, t.stride()
 
 
 @dataclass(frozen=True)
@@ -191,11 +196,16 @@ class WeightBinder:
                 return "tensors"
         except (KeyError, IndexError):
             return "tensors"
-        if list(map(torch.Tensor.data_ptr, self._tensors)) != self._pointers:
+        if list(map(torch.Tensor.data_ptr, self._tensors)) != self._pointers or not self._laid_out_as_bound():
             return "tensors"
         if list(map(_version, self._versioned)) != self._versions:
             return "values"
         return "none"
+
+    def _laid_out_as_bound(self) -> bool:
+        """Whether dtypes, shapes and strides are as they were (``.data = w.data.t()`` keeps address and version)."""
+        fast = self._check is not None and self._check(*self._tensors)  # also depends on the modes of the call
+        return fast or list(map(_layout, self._tensors)) == self._layouts
 
     def refresh(self, module: torch.nn.Module) -> None:
         """Rebuild the derived weights in place, one after the other, from the present values of their sources."""
@@ -281,6 +291,8 @@ class WeightBinder:
         self._objects = [s[2] for s in slots.values()]
         self._tensors = list(self._sources.values())
         self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
+        self._layouts = list(map(_layout, self._tensors))
+        self._check = tensor_check(self._tensors)
         derived = {n for w in self._artifact.weights for n in w.sources}
         sources = [t for n, t in self._sources.items() if n in derived]
         self._versioned = [t for t in sources if not t.is_inference()]

@@ -88,6 +88,23 @@ def test_changed_weights_give_right_results(change) -> None:
     check_same_as_eager(compiled, model, x, cache)
 
 
+RELAID = {"dtype": lambda w: w.view(torch.int32), "strides": lambda w: w.view(16, 8).t()}
+
+
+@pytest.mark.parametrize("name", ["proj.weight", "scale"])
+@pytest.mark.parametrize("relaid", RELAID.values(), ids=RELAID.keys())
+def test_the_same_memory_in_another_layout_is_an_error(name: str, relaid) -> None:
+    """(Object, address and version stay as they were.)"""
+    model = tiny().requires_grad_(False)
+    compiled, x, cache = compile_tiny(model, eager())
+    weight = model.get_parameter(name) if name == "proj.weight" else model.get_buffer(name)
+    if weight.dim() == 1 and relaid is RELAID["strides"]:
+        relaid = lambda w: w.as_strided(w.shape, (0,))  # noqa: E731
+    weight.data = relaid(weight.data)
+    with pytest.raises(GuardError, match=name):
+        compiled(x, cache)
+
+
 def test_write_through_data_needs_a_refresh() -> None:
     model = tiny()
     compiled, x, cache = compile_tiny(model, eager())

@@ -134,6 +134,10 @@ def causal(node: object, queries: int, keys: int) -> Causal | str:
     size = shape(cast(fx.Node, node))
     steps = tuple(c for c, n in zip(term.coefs[:-2], size[:-2], strict=True) if n != 1)
     query_step = term.coefs[-2] if size[-2] != 1 else 1
+    given = [row for (row, axis), _ in term.rows if axis == -2]
+    if given and not query_step:
+        return (f"the positions of the queries are given ({given[0].name}): nothing proves that each is one more than "
+                "the one before")
     if any(steps) or (query_step, term.coefs[-1]) != (1, -1):
         return f"the mask is not of the form key <= query + past (coefficients {term.coefs})"
     if len(term.symbols) + len(term.rows) > 1 or any(count != 1 for _, count in (*term.symbols, *term.rows)):

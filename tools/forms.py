@@ -101,7 +101,8 @@ NOTES = (
     "- rotary of pairs by a transpose (to 5.8) or by even and odd slices (from 5.14).",
     "",
     "transformers 4.57 keeps keys and values of a static cache at one head size, so `v_head_dim` equals the query's "
-    "there, and its caches do not know their length: calls pass `cache_position`.",
+    "there, and its caches do not know their length: calls pass `cache_position`. That these positions count upwards "
+    "is not in the graph, so attention over several queries keeps its mask and stays plain; that of one query fuses.",
     "",
     "transformers 5.14 expands keys and values of DeepSeek-V3.2 before it caches them. There is no latent cache to "
     "attend or to write, so its indexer, norms and rotary fuse one by one. It is measured with "
@@ -110,8 +111,8 @@ NOTES = (
     "hides nothing. A traced call would compute something else than an eager one, in prefill and in decode, so capture "
     "refuses the model with that line and the cure (5.24 fills the masked scores instead and is taken as it is).",
     "",
-    "Attention without an indexer (MLA of DeepSeek-V3, grouped queries of Qwen and Llama) has no column: its rules are "
-    "younger than these tables.",
+    "Fused attention of DeepSeek-V3 has no column: its kernel takes the published head sizes, and these models have "
+    "smaller ones. [models.md](models.md) has it for 5.24.0.",
 )
 
 

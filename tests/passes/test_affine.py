@@ -197,3 +197,10 @@ def test_lengths_per_request_are_proven() -> None:
 ])
 def test_other_rows_of_lengths_are_refused(fn: Callable[..., torch.Tensor]) -> None:
     assert isinstance(_mask(fn, torch.tensor([3, 5, 4])), str)
+
+
+def test_positions_that_are_given_are_no_proof() -> None:
+    def fn(positions: torch.Tensor) -> torch.Tensor:
+        return torch.arange(KEYS)[None, :] <= positions[:, None]
+
+    assert "the positions of the queries are given" in str(_mask(fn, torch.arange(QUERIES)))

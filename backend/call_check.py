@@ -8,7 +8,9 @@ same dtype, device, shape and strides. Anything else goes to the guards.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from cannopy.fx_passes.paths import ROOTS, Path, item, parse_path
 
 TensorCheck = Callable[..., bool]
 Collector = Callable[[Any, Sequence[Any], Mapping[str, Any]], tuple[list[torch.Tensor], tuple[Any, ...]] | None]
+_is_nested: Callable[[torch.Tensor], bool] = torch._C.TensorBase.is_nested.__get__  # type: ignore[attr-defined]
+"""Asked first: `TensorGuards` ends the process when it asks a nested tensor for strides."""
 _NONE_THERE = (AttributeError, LookupError, TypeError)
 
 
@@ -140,15 +144,20 @@ class CallCheck:
         """The tensors at the paths and where their memory begins; None for a call that is not like this one."""
         try:
             found = self._collect(module, args, kwargs)
-            if found is None or not self._check(*found[0]):
+            if found is None:
                 return None
-        except _NONE_THERE:
+            pointers = list(map(torch.Tensor.data_ptr, found[0]))
+            moved = pointers != self._pointers
+            if moved and any(map(_is_nested, compress(found[0], map(operator.ne, pointers, self._pointers)))):
+                return None
+            if not self._check(*found[0]):
+                return None
+        except (*_NONE_THERE, RuntimeError):  # a sparse tensor has no address
             return None
         tensors, plain = found
         if tuple(map(type, plain)) != self._types or plain != self._values:
             return None
-        pointers = list(map(torch.Tensor.data_ptr, tensors))
-        if pointers != self._pointers:
+        if moved:
             if len(set(pointers)) != len(pointers):  # one tensor in two places is another graph
                 return None
             self._pointers = pointers

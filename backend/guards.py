@@ -27,10 +27,17 @@ class GuardError(ValueError):
 def describe(value: object) -> str:
     """``torch.bfloat16[1, 96] stride (96, 1) on cpu`` for a tensor, otherwise type and value, shortened."""
     if isinstance(value, torch.Tensor):
+        if not is_strided(value):
+            return f"a {'nested' if value.is_nested else str(value.layout).removeprefix('torch.')} tensor"
         return tensor_text(value.dtype, value.shape, value.stride(), value.device)
     if isinstance(value, (bool, int, float, str, type(None))):
         return repr(value)[:80]
     return f"a {type(value).__name__}"
+
+
+def is_strided(value: torch.Tensor) -> bool:
+    """Whether a tensor has one shape and strides: no sparse and no nested one."""
+    return value.layout is torch.strided and not value.is_nested
 
 
 def tensor_text(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], device: object) -> str:
@@ -149,6 +156,7 @@ def check_tensor(value: object, spec: InputSpec, device: str, name: str) -> torc
     """`value` if it is the tensor that `spec` describes, on a device of type `device`; else `GuardError`."""
     if (
         isinstance(value, torch.Tensor)
+        and is_strided(value)
         and value.dtype is spec.dtype
         and value.shape == spec.shape
         and value.device.type == device
@@ -174,7 +182,9 @@ def laid_out(value: object, spec: InputSpec) -> object:
     Only for tensors that the graph reads: token ids are often a slice of a longer tensor in one call and not in the
     next.
     """
-    if not isinstance(value, torch.Tensor) or value.shape != spec.shape or value.dtype is not spec.dtype:
+    if not isinstance(value, torch.Tensor) or not is_strided(value):
+        return value
+    if value.shape != spec.shape or value.dtype is not spec.dtype:
         return value
     if value.stride() == spec.stride or same_layout(spec.shape, value.stride(), spec.stride):
         return value

@@ -68,6 +68,23 @@ class Binder:
             remedy="hold the tensor in a plain attribute or a buffer, not behind a property or a descriptor",
         )
 
+    def argument(self, source: str) -> tuple[str, Any] | None:
+        """(path, value) of what Dynamo reaches by the expression ``source``; None unless it is part of an argument."""
+        try:
+            found = parse_expression(source)
+        except PathSyntaxError:
+            return None
+        if found.root != "L" or not found.steps or found.steps[0].kind != "item":
+            return None
+        root = self._root(str(found.steps[0].key), found.steps[1:])
+        if root is None or root.root == "self":
+            return None
+        path = Path(root.root, tuple(self._pretty(root)))
+        try:
+            return str(path), path.resolve(self._self, self._args, self._kwargs)
+        except PathLookupError:
+            return None
+
     def _root(self, name: str, steps: tuple[Step, ...]) -> Path | None:
         """The caller's path of parameter ``name`` followed by ``steps``; None when it is no parameter."""
         positional = -1  # the first parameter is self

@@ -15,7 +15,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from ..fx_passes import calls
+from ..fx_passes import calls, compat
 from ..fx_passes.program import InputSpec, Program
 from . import dynamo, experts, failures, provenance, sdpa
 from .bindings import Binder, Bound
@@ -81,7 +81,8 @@ def _capture(model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[
         raise CaptureError(f"{type(model).__name__}.{method} does no tensor operation: there is nothing to compile")
     failures.check_effects(trace.effects)
     failures.check_static(trace.gm.graph)
-    bounds = _bind(trace, Binder(bound, args, kwargs))
+    binder = Binder(bound, args, kwargs)
+    bounds = _bind(trace, binder)
     paths = [str(b.path) for b in bounds]
     sdpa.rewrite(trace.gm.graph)
     trace.gm.recompile()
@@ -97,8 +98,15 @@ def _capture(model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[
             gm.graph.find_nodes(op="placeholder"), bounds, paths, trace.example_inputs, strict=True
         )
     ]
-    facts = {"constants": calls.constants(args, kwargs), "least": _least(inputs, trace.example_inputs)}
+    constants = calls.constants(args, kwargs) | _attributes(trace, binder)
+    facts = {"constants": constants, "least": _least(inputs, trace.example_inputs)}
     return Program(gm, inputs, output, facts=facts)
+
+
+def _attributes(trace: dynamo.Trace, binder: Binder) -> dict[str, Any]:
+    """Path -> value of the plain values that the method reads from objects among its arguments."""
+    read = filter(None, map(binder.argument, compat.specialised(trace.context)))
+    return {path: value for path, value in read if isinstance(value, calls.CONSTANTS)}
 
 
 def _least(inputs: list[InputSpec], tensors: list[torch.Tensor]) -> dict[str, float]:

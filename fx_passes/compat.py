@@ -236,3 +236,13 @@ def traceable_experts() -> Iterator[None]:
 
 def _no_grouped_mm(*_: Any) -> bool:
     return False
+
+
+def specialised(context: TracingContext) -> list[str]:
+    """Dynamo's expressions (``L['cache'].scale``) of the plain values that a trace was specialised on."""
+    found = []
+    for guard in context.guards_context.dynamo_guards.inner:
+        if guard.create_fn_name() in ("CONSTANT_MATCH", "EQUALS_MATCH", "BOOL_MATCH", "NONE_MATCH"):
+            name: Any = guard.name
+            found.append(name() if callable(name) else name)  # a method in some versions
+    return list(dict.fromkeys(found))

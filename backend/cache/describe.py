@@ -46,7 +46,10 @@ def class_name(cls: type) -> str:
 
 
 def tensor_item(t: torch.Tensor) -> str:
-    """``bfloat16[1, 96](96, 1) device``."""
+    """``bfloat16[1, 96](96, 1) device``; ``float32 sparse_coo device`` for a tensor without strides."""
+    if t.is_nested or t.layout is not torch.strided:
+        how = "nested" if t.is_nested else str(t.layout).removeprefix("torch.")
+        return f"{str(t.dtype).removeprefix('torch.')} {how} {place(t.device.type)}"
     kind = "" if is_stable(type(t)) else f" {class_name(type(t))}"
     return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}{tuple(t.stride())} {place(t.device.type)}{kind}"
 

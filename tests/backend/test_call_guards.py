@@ -66,6 +66,42 @@ def test_other_calls_are_refused(call: Callable[[CompiledModel], Any], message: 
     assert torch.equal(c(X, 3, [P, Q], on(), mask=M)["y"], model(X, 3, [P, Q], on(), M)["y"])
 
 
+class State:
+    """An object whose plain attributes the method reads, all but one."""
+
+    def __init__(self, keys: torch.Tensor, scale: float = 2.0, on: bool = True, factor: int = 3) -> None:
+        self.keys, self.scale, self.table, self.unread = keys, scale, {"on": on}, factor
+
+
+class ReadsState(torch.nn.Module):
+    def forward(self, x: torch.Tensor, state: State) -> dict[str, torch.Tensor]:
+        y = x * state.scale + state.keys
+        return {"y": y + 1 if state.table["on"] else y}
+
+
+def test_plain_values_that_are_read_from_objects_are_compared() -> None:
+    model = ReadsState()
+    c = compiled(model, X, State(Y))
+    for state in (State(Q), State(Y, factor=5)):
+        assert torch.equal(c(X, state)["y"], model(X, state)["y"])
+    for other, message in ((State(Y, 4.0), r"`state.scale` .*compiled for 2\.0, found 4\.0"),
+                           (State(Y, on=False), r"`state.table\['on'\]` .*compiled for True, found False")):
+        with pytest.raises(GuardError, match=message):
+            c(X, other)
+
+
+@pytest.mark.parametrize(("other", "found"), [
+    (torch.sparse_coo_tensor(torch.zeros(1, 1).long(), torch.ones(1), (2,)), "a sparse_coo tensor"),
+    (torch.nested.nested_tensor([torch.ones(2)]), "a nested tensor"),
+])
+def test_tensors_without_strides_are_refused(other: torch.Tensor, found: str) -> None:
+    c = compiled(Sum(), X, Y)
+    for _ in range(2):  # by the guards, and by what remembers a call
+        with pytest.raises(GuardError, match=rf"`y` .*found {found}"):
+            c(X, other)
+        c(X, Y)
+
+
 def test_one_tensor_is_not_two() -> None:
     model = Sum()
     same, apart = compiled(model, X, X), compiled(model, X, Y)

@@ -159,10 +159,12 @@ class Log:
 
 
 def _stands_for(longer: Miss, miss: Miss) -> bool:
-    """Whether both are whole forms, one inside the other, that were refused for the same thing."""
-    inside = longer.rule == miss.rule and longer.kind == miss.kind and set(longer.nodes).issuperset(miss.nodes)
+    """Whether both are whole forms, one inside the other, that were refused for the same thing, or the shorter one for
+    an operand that only the longer one looks into."""
+    inside = longer.rule == miss.rule and set(longer.nodes).issuperset(miss.nodes)
     what, other = (m.reason.partition(":")[0] for m in (longer, miss))
-    return inside and (longer.node == miss.node or what == other)
+    told = longer.kind == miss.kind and (longer.node == miss.node or what == other)
+    return inside and (told or (miss.node in longer.nodes and miss.node not in miss.nodes))
 
 
 def _settled(miss: Miss, applied: Collection[tuple[str, str]]) -> bool:

@@ -93,12 +93,14 @@ def test_a_disk_that_is_full_at_any_step(tmp_path: Path, full_at: Callable[[int]
         if "running uncached" in report["reason"]:
             uncached += 1
             assert any("No space left" in str(w.message) and str(tmp_path) in str(w.message) for w in said)
-        assert [e.problem for e in verify(tmp_path)] in ([None], [None, None])
+        assert {e.problem for e in verify(tmp_path)} == {None}
         assert not [p for p in os.listdir(tmp_path) if p.startswith((".tmp-", ".aside-", ".trash-"))]
         assert {k: v for k, v in snapshot(tmp_path).items() if k in before} == before
         right(tmp_path)
         assert right(tmp_path)["status"] == "hit"
-        shutil.rmtree(next(e.path for e in list_entries(tmp_path) if e.path.name not in "".join(before)))
+        for entry in list_entries(tmp_path):  # of calls with patched functions, which count as code, and without
+            if entry.path.name not in "".join(before):
+                shutil.rmtree(entry.path)
     assert uncached >= 6
 
 

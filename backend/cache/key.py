@@ -8,9 +8,11 @@ options, this package, versions, target and topology. Values of tensors are inpu
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import inspect
 import itertools
 import os
 import platform
@@ -221,20 +223,36 @@ def _walk(model: torch.nn.Module, method: str, describer: Describer) -> CodeWalk
     walk.add_name("forward")
     for f in describer.functions:
         walk.add(f)
-    for name, f in _patched({type(m) for m in model.modules()}):
-        walk.add_patched(name, f)
+    for name, f, replaces in _patched({type(m) for m in model.modules()}):
+        if replaces or walk.reads(f.__name__) or walk.reads(name.rpartition(".")[2]):
+            walk.add_patched(name, f)
     walk.add_modules(own_classes(type(m) for m in model.modules()))
     return walk
 
 
-def _patched(kinds: Iterable[type]) -> Iterator[tuple[str, types.FunctionType]]:
-    """Functions that stand in the place of torch's own."""
+def _patched(kinds: Iterable[type]) -> Iterator[tuple[str, types.FunctionType, bool]]:
+    """(name, function, whether torch has something of that name) of functions put into torch.
+
+    What is put into a class of torch's under a name that its file does not have is run by nobody who does not name it.
+    (transformers adds a method to ``nn.Module`` with the first model that it initialises.)
+    """
     of_torch = {base for kind in kinds for base in kind.__mro__ if is_stable(base)}
     holders: tuple[Any, ...] = (torch, torch.nn.functional, torch.Tensor, *sorted(of_torch, key=str))
     for holder in holders:
         for name, f in list(vars(holder).items()):
             if isinstance(f, types.FunctionType) and not is_stable(f):
-                yield f"{holder.__name__}.{name}", f
+                known = _names(holder.__module__) if holder in of_torch else None
+                yield f"{holder.__name__}.{name}", f, known is None or name in known
+
+
+@functools.cache
+def _names(module: str) -> frozenset[str] | None:
+    """The names that the source of a module defines or assigns; None where there is no source."""
+    try:
+        source = inspect.getsource(sys.modules[module])
+        return frozenset(re.findall(r"(?:\bdef |^ *)(\w+)(?= *[(:=])", source, re.MULTILINE))
+    except (KeyError, OSError, TypeError):
+        return None
 
 
 def _renamed() -> str:

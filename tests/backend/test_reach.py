@@ -137,3 +137,20 @@ def test_an_object_as_hook_counts(make: Callable[[str, str], nn.Module], everywh
         handle.remove()
     assert keys[0] == keys[1]
     assert len(set(keys)) == 3
+
+
+def test_a_method_that_another_library_adds_counts_only_where_it_is_named(
+    make: Callable[[str, str], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(transformers adds ``smart_apply`` to nn.Module when it initialises its first model of a process.)"""
+    plain, naming = (MODEL.format(init="pass", body=body) for body in ("x * 2", "self.added(x)"))
+    keys = []
+    for factor in (2.0, 3.0):
+        for main in (plain, naming):
+            monkeypatch.setattr(nn.Module, "added", eval(f"lambda self, x: x * {factor}"), raising=False)
+            keys.append(identity(make(main, ""), args=(X,)).key)
+    monkeypatch.delattr(nn.Module, "added")
+    assert identity(make(plain, ""), args=(X,)).key == keys[0] == keys[2]
+    assert keys[1] != keys[3]
+    monkeypatch.setattr(nn.Module, "extra_repr", lambda self: "torch has this one")
+    assert identity(make(plain, ""), args=(X,)).key != keys[0]

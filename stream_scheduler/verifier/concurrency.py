@@ -123,6 +123,12 @@ def hazards(subject: Subject) -> list[Violation]:
         found.append(Violation("memory", (one.reader, one.writer), f"{one.reader} reads {one.buffer} in stream "
                                f"{reader.stream} while {one.writer} writes it in place in stream {writer.stream}; let "
                                f"{one.writer} wait for {one.reader}"))
+    for name, buffer in subject.facts.copied.items():
+        stream = subject.placements[name].stream
+        if stream != MAIN:
+            found.append(Violation("memory", (name,), f"{name} reads {buffer} in stream {stream}; {buffer} gets a copy "
+                                   "of another input, which no kernel makes and nothing can wait for: leave it on the "
+                                   "main stream"))
     return found
 
 

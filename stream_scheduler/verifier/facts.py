@@ -27,7 +27,9 @@ class Hazard:
 @dataclass(frozen=True)
 class GraphFacts:
     """``results``: kernels that the outputs of the graph or its copies onto inputs read. ``hazards``: reads of old
-    values. ``groups`` {collective: name of its group}. ``sizes`` {weight: bytes}. ``written``: inputs that the graph
+    values. ``copied`` {reader: buffer}: reads of the old value of a buffer that gets a copy of another input, which no
+    kernel makes and nothing can wait for.
+    ``groups`` {collective: name of its group}. ``sizes`` {weight: bytes}. ``written``: inputs that the graph
     writes."""
 
     results: frozenset[str]
@@ -35,6 +37,7 @@ class GraphFacts:
     groups: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     sizes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     written: frozenset[str] = frozenset()
+    copied: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
 
 def facts_of(program: Program) -> GraphFacts:
@@ -57,11 +60,14 @@ def facts_of(program: Program) -> GraphFacts:
     output = next(iter(reversed(graph.nodes)))
     results = {name for copy in copies for n in alias.nodes_in(copy.args[1:]) for name in sources(n)}
     results |= {name for n in output.all_input_nodes for name in sources(n)}
-    hazards = []
+    hazards, copied = [], {}
     for copy in copies:
-        buffer = copy.args[0]
-        for writer in {name for n in alias.nodes_in(copy.args[1:]) for name in sources(n)}:
-            hazards += [Hazard(r, writer, buffer.name) for r in _readers(buffer, is_kernel) if r != writer]
+        buffer, readers = copy.args[0], _readers(copy.args[0], is_kernel)
+        writers = {name for n in alias.nodes_in(copy.args[1:]) for name in sources(n)}
+        for writer in writers:
+            hazards += [Hazard(r, writer, buffer.name) for r in readers if r != writer]
+        if not writers:
+            copied.update(dict.fromkeys(readers, buffer.name))
     sizes = {}
     for node in graph.nodes:
         value = node.meta.get("val")
@@ -69,7 +75,7 @@ def facts_of(program: Program) -> GraphFacts:
             sizes[node.name] = value.numel() * value.dtype.itemsize
     groups = {n.name: _group(n) for n in graph.nodes if n.op == "call_function" and _group(n)}
     return GraphFacts(frozenset(results), tuple(hazards), groups, sizes,
-                      frozenset(c.args[0].name for c in copies if isinstance(c.args[0], fx.Node)))
+                      frozenset(c.args[0].name for c in copies if isinstance(c.args[0], fx.Node)), copied)
 
 
 def _readers(buffer: fx.Node, is_kernel: object) -> list[str]:

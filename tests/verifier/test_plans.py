@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 
 import pytest
+import torch
 
 from cannopy.stream_scheduler.constants import load_constants
 from cannopy.stream_scheduler.plan.apply import serial_plan, to_schedule
 from cannopy.stream_scheduler.plan.model import Placement, Plan, SuperKernelRegion, Wait
 from cannopy.stream_scheduler.simulator import Machine, Schedule, ScheduleError, Task, simulate
-from cannopy.stream_scheduler.verifier import GraphFacts, verify_plan
+from cannopy.stream_scheduler.verifier import GraphFacts, facts_of, verify_plan
+from tests.passes.graphs import program_of
 from tests.simulator.loads import Fixed
 from tests.verifier.mutations import MUTATIONS, change
 from tests.verifier.plans import CHIP, case
@@ -166,3 +169,23 @@ def test_what_a_region_waits_for_inside_is_behind_nothing_that_finds_no_cores() 
     assert checks("in early a b x c end", Wait("x", "b")) == set()
     assert checks("in early x a b c end", Wait("a", "x")) == set()
     assert checks("in early a x b c end", Wait("c", "x")) == {"hang", "seen"}
+
+
+def test_readers_of_what_gets_a_copy_of_an_input_stay_on_the_main_stream() -> None:
+    for seed in range(20):
+        one = case(seed)
+        for p in one.plan.placements:
+            found = one.wrong(facts=dataclasses.replace(one.facts, copied={p.node: "state"}))
+            assert [(v.check, v.nodes) for v in found] == ([] if p.stream == "main" else [("memory", (p.node,))])
+
+
+@pytest.mark.parametrize(("new", "copied", "hazards"), [(lambda x: x, 1, 0), (torch.sin, 0, 1)])
+def test_such_readers_are_found_in_a_graph(
+    new: Callable[[torch.Tensor], torch.Tensor], copied: int, hazards: int
+) -> None:
+    """The first input reads its old value and becomes ``new`` of the second."""
+    program = program_of(lambda state, x: (state.cos(), new(x)), torch.zeros(4), torch.ones(4), mutated=[0])
+    facts = facts_of(program)
+    (state,) = facts.written
+    assert dict(facts.copied) == ({"cos": state} if copied else {})
+    assert [(h.reader, h.buffer) for h in facts.hazards] == [("cos", state)] * hazards

@@ -377,8 +377,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 ATTENTION: dict[str, tuple[Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], str]] = {
     "masked": (_attend, ""),
     "no mask": (lambda q, k, v, m: _attend(q, k, v, m * 0)[:, :, :2], ""),
-    "fp32 weights": (lambda q, k, v, m: (q @ k.transpose(2, 3) * 0.125 + m).float().softmax(-1) @ v.float(),
-                     "the attention mixes dtypes"),
+    "fp32 weights": (lambda q, k, v, m: (q @ k.mT * 0.125 + m).float().softmax(-1) @ v.float(), "mixes dtypes"),
+    "bool mask": (lambda q, k, v, m: _attend(q, k, v, m < 0), "a mask of bool is added to the scores"),
     "mask of three dims": (lambda q, k, v, m: _attend(q, k, v, m[0]), "is not a mask over [B, N, S, T]"),
     "values shared by heads": (lambda q, k, v, m: _attend(q, k, v[:, :1], m), "are not [B, N, S, D]"),
     "mask of more rows": (lambda q, k, v, m: _attend(q[:, :, :1], k, v, m), "does not broadcast to the scores"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,15 +53,16 @@ def generate(
     return done
 
 
-def replay(case: GenerationCase, steps: Sequence[Step]) -> list[Step]:
-    """The same calls by the case's eager model with a new cache, with the picks of ``steps``."""
+def replay(case: GenerationCase, steps: Sequence[Step],
+           mode: Callable[[], AbstractContextManager[object]] = nullcontext) -> list[Step]:
+    """The same calls by the case's eager model, each in ``mode``, with a new cache and the picks of ``steps``."""
     cache = case.new_cache()
     done = []
     for step in steps:
         call = case.prefill if step.phase == "prefill" else case.decode
         args, kwargs = call(step.ids, cache)
         start = time.perf_counter()
-        with torch.no_grad(), Replay(step.picks) as played:
+        with torch.no_grad(), mode(), Replay(step.picks) as played:
             out = case.model(*args, **kwargs)
         played.finish()
         seconds = time.perf_counter() - start
@@ -75,8 +77,7 @@ def check(case: GenerationCase, compiled: Sequence[Step]) -> tuple[ParityReport,
     """
     plain = replay(case, compiled)
     exact_case = replace(case, model=in_float64(case.model))
-    with all_in_float64():
-        exact = replay(exact_case, compiled)
+    exact = replay(exact_case, compiled, all_in_float64)
     return replace(compare(compiled, plain, exact), dtype=dtype_of(case.model)), plain
 
 

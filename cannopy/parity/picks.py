@@ -146,7 +146,7 @@ class Replay(TorchDispatchMode):
         rows, n = flat.shape
         if rows != pick.rows:
             return None
-        if k == pick.k and (pick.width == n or (pick.width is None and int(pick.indices.max()) < n)):
+        if k == pick.k and (pick.width == n or (pick.width is None and bool((pick.indices < n).all()))):
             self.used += 1
             return pick.indices
         if pick.kind == "experts" and pick.width and n < pick.width and pick.width % n == 0:

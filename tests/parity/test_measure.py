@@ -39,10 +39,10 @@ def test_doubled_row_has_error_one():
 @pytest.mark.parametrize(
     ("ours", "plain", "failing"),
     [
-        ((1.25, 1.5), (1.0, 1.0), []),
-        ((1.26, 1.0), (1.0, 1.0), ["median"]),
-        ((1.0, 1.51), (1.0, 1.0), ["p90"]),
-        ((math.nan, math.nan), (1.0, 1.0), ["median", "p90"]),
+        ((0.125, 0.15), (0.1, 0.1), []),
+        ((0.126, 0.1), (0.1, 0.1), ["median"]),
+        ((0.1, 0.151), (0.1, 0.1), ["p90"]),
+        ((math.nan, math.nan), (0.1, 0.1), ["median", "p90"]),
         ((0.0, 0.0), (0.0, 0.0), []),
         ((1.8e-6, 1.8e-6), (9e-7, 9e-7), []),
         ((2e-6, 2e-6), (9e-7, 9e-7), ["median", "p90"]),
@@ -52,6 +52,14 @@ def test_error_limits(ours, plain, failing):
     part = ErrorParity("decode", Errors(8, *ours, 9.0), Errors(8, *plain, 9.0))
     assert [word for word in ("median", "p90") if any(f" {word} " in f for f in part.failures)] == failing
     assert ParityReport([part]).passed is (not failing)
+
+
+def test_a_plain_run_that_is_wrong_itself_is_no_measure():
+    exact = torch.randn(100, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    other = torch.randn(100, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for plain in (other, exact * math.nan):
+        failures = errors_of("decode", exact, plain, exact).failures
+        assert any("no measure" in sentence for sentence in failures)
 
 
 def test_one_wrong_row_of_many_is_over_the_limit():
@@ -118,7 +126,7 @@ def test_fewer_candidates_than_k_is_valid():
 def test_report_is_json_ready():
     import json
 
-    part = ErrorParity("prefill", Errors(1, 1.0, 1.0, 1.0), Errors(1, 1.0, 1.0, 1.0))
+    part = ErrorParity("prefill", Errors(1, 0.1, 0.1, 0.1), Errors(1, 0.1, 0.1, 0.1))
     data = ParityReport([part], [_one([[0, 1]], [[0.9, 0.8, 0.5, 0.1]])]).to_dict()
     assert json.loads(json.dumps(data)) == data
     assert data["passed"] is True
@@ -131,7 +139,7 @@ def test_rows_that_are_nan_in_both_are_alike_and_in_one_are_not():
     found = token_errors(result, exact).tolist()
     assert found[:3] == [0.0, 0.1, 0.0]
     assert all(map(math.isnan, found[3:]))
-    assert ErrorParity("call", Errors.of(torch.tensor(found)), Errors(5, 1.0, 1.0, 1.0)).failures
+    assert ErrorParity("call", Errors.of(torch.tensor(found)), Errors(5, 0.1, 0.1, 0.1)).failures
     assert token_errors(-exact, exact)[2].isnan() or token_errors(-exact, exact)[2] == inf
 
 

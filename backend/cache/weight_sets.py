@@ -19,10 +19,9 @@ from pathlib import Path
 
 import torch
 
-from cannopy.backend.cache import lock, store
+from cannopy.backend.cache import lock, store, tensors_file
 from cannopy.backend.cache.folder import TMP, WEIGHTS, is_entry, sync_folder
 from cannopy.backend.cache.manifest import CorruptError
-from cannopy.backend.weights import tensors_file
 
 logger = logging.getLogger("cannopy.backend")
 

@@ -10,8 +10,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from cannopy.backend.artifact import Artifact
-from cannopy.backend.cache import weight_sets
-from cannopy.backend.weights import tensors_file
+from cannopy.backend.cache import tensors_file, weight_sets
 from cannopy.fx_passes.program import WeightEntry
 
 _KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()

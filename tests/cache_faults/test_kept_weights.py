@@ -15,9 +15,8 @@ import torch
 
 from cannopy import cli
 from cannopy.backend.build import CacheWarning, build
-from cannopy.backend.cache import list_entries, verify, weight_sets
+from cannopy.backend.cache import list_entries, tensors_file, verify, weight_sets
 from cannopy.backend.cache.prune import Wanted, remove
-from cannopy.backend.weights import tensors_file
 from cannopy.fx_passes.program import WeightEntry
 from tests.backend.programs import (
     Tiny,

@@ -15,7 +15,7 @@ import cannopy
 from cannopy.errors import CannopyError
 from cannopy.frontend import state
 from cannopy.frontend.generation import GenerationCase, Phase
-from cannopy.frontend.serving import ServingCase
+from cannopy.frontend.serving import WHOLE, ServingCase
 from cannopy.frontend.shells import hollow
 from cannopy.frontend.sources import LoadedModel
 from cannopy.options import Options
@@ -197,6 +197,9 @@ def _run_serving(
         "next_n": case.next_n, "block_size": case.block_size,
     }
     trial = Trial(loaded.name, settings, list(loaded.notes))
+    if case.part != WHOLE and "decode" not in phases:
+        trial.notes.append("no decode steps: eager mode needs the rows of the cache that are on other dies.")
+        steps = 0
     forward = {phase: _compile(trial, loaded, phase, *case.inputs(phase), options, progress) for phase in phases}
     with progress(f"running {case.batch} prompts and {steps} decode steps of {1 + case.next_n} tokens per request"):
         ours = serving.generate(case, forward, case.new_requests(), steps)

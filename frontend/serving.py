@@ -20,14 +20,40 @@ SPARE_BLOCKS = 2
 
 
 @dataclass(frozen=True)
+class CachePart:
+    """The rows of a paged cache that a die has: those of slots that are ``rank`` modulo ``size``, the first one first.
+
+    The default has all of them. Block 0 is that of no request on every die.
+    """
+
+    size: int = 1
+    rank: int = 0
+
+    def has(self, slots: Tensor) -> Tensor:
+        """Bool [tokens]: which of ``slots`` [tokens] are on this die."""
+        return slots % self.size == self.rank
+
+    def rows(self, slots: Tensor) -> Tensor:
+        """Where they stand in the memory of this die's cache."""
+        return slots // self.size
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This die's rows of a whole cache [blocks, block size, …]: a view [rows, …]."""
+        return whole.flatten(0, 1)[self.rank :: self.size]
+
+
+WHOLE = CachePart()
+
+
+@dataclass(frozen=True)
 class ServingCase:
     """A serving model with a number of requests and their longest prompt, all lengths in tokens.
 
     Request 0 has a prompt of ``prefill_tokens``, the others shorter ones that end on different sides of a block's end.
     A decode step reads ``1 + next_n`` tokens per request. ``max_cache_len`` is what each request's blocks hold at
     least. ``seed`` chooses token ids, prompt lengths and the order of blocks. The packed row of a prefill has
-    ``least_packed`` tokens at least: ranks that compute together have rows of one length. The methods are ``prefill``
-    and ``decode``.
+    ``least_packed`` tokens at least: ranks that compute together have rows of one length. The cache has the rows of
+    ``part``. The methods are ``prefill`` and ``decode``.
     """
 
     model: ServingModel
@@ -38,6 +64,7 @@ class ServingCase:
     next_n: int = 0
     block_size: int = 128
     least_packed: int = 0
+    part: CachePart = WHOLE
 
     def __post_init__(self) -> None:
         if self.block_size % 16 or self.block_size < 1:
@@ -81,7 +108,8 @@ class ServingCase:
     def new_requests(self) -> Requests:
         """Requests without a token, with an empty cache."""
         blocks = self.capacity // self.block_size
-        return Requests(self.model, self.batch, blocks, self.block_size, self.seed, SPARE_BLOCKS)
+        return Requests(self.model, self.batch, blocks, self.block_size, self.seed, SPARE_BLOCKS,
+                        self.part.size)
 
     def prefill(self, requests: Requests) -> Call:
         """The call that reads all prompts."""

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from cannopy.cli.world import add_layout_arguments, layout_options
+from cannopy.cli.world import add_layout_arguments, layout_of, layout_options, with_part
 from cannopy.environment import import_torch
 from cannopy.errors import CannopyError, unknown
 from cannopy.options import PHASES, TARGETS, Options, Phase
@@ -250,7 +250,7 @@ def load_model(args: argparse.Namespace) -> LoadedModel:
             f"--max-cache-len {tokens + args.next_n + 128}, or a shorter prompt",
         )
     case = replace(case, prefill_tokens=tokens, max_cache_len=length)
-    return replace(loaded, case=case, make_inputs=case.inputs)
+    return with_part(replace(loaded, case=case, make_inputs=case.inputs), layout_of(args))
 
 
 def console(args: argparse.Namespace) -> Console:

@@ -23,6 +23,7 @@ def run_graph(args: argparse.Namespace) -> int:
         batch=max(1, round(args.batch_per_die)), offline=needs_no_weights(args.model),
         prompt_tokens=None, max_cache_len=None, json=args.json,
         form=args.form, next_n=args.next_n, block_size=None, fusion=[], pipeline=DEFAULT, rules=[], plan=None,
+        parallel=args.parallel, rank=args.rank,
     )
     loaded = load_model(load)
     from cannopy import api

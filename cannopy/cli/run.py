@@ -18,7 +18,7 @@ from cannopy.cli.common import (
     verb_parser,
     working,
 )
-from cannopy.cli.world import AUTO, World, joined
+from cannopy.cli.world import AUTO, World, joined, with_part
 from cannopy.environment import import_torch
 from cannopy.errors import CannopyError
 from cannopy.options import Options
@@ -80,9 +80,6 @@ def run(args: argparse.Namespace) -> int:
     options = options_of(args)
     if options.parallel is not None:
         import_torch()
-        if options.parallel.kvp > 1:
-            raise CannopyError(f"kvp={options.parallel.kvp}: run compares whole caches with those of eager mode, and a "
-                               "die of kvp has a part of their rows", "cannopy compile, and fill caches by a prefill")
     with joined(options) as here:
         if layouts is not None:
             auto_layout.show(here.console(console(args)), layouts)
@@ -121,10 +118,17 @@ def _run(args: argparse.Namespace, options: Options, here: World, loaded: Loaded
 
 def _own_requests(loaded: LoadedModel, options: Options, here: World) -> LoadedModel:
     """``loaded`` with the requests of this rank's replica, in rows of the length that all ranks have."""
-    if here.layout is None or loaded.case is None:
+    if here.layout is None:
         return loaded
     from cannopy.frontend.serving import ServingCase
 
+    loaded = with_part(loaded, here.layout)
+    kvp = here.layout.parallel.kvp
+    if kvp > 1 and not isinstance(loaded.case, ServingCase):
+        raise CannopyError(f"kvp={kvp} spreads the rows of paged caches, and {loaded.name} has none that run knows",
+                           "--form serving, or a layout without kvp")
+    if loaded.case is None:
+        return loaded
     case = replace(loaded.case, seed=loaded.case.seed + here.replica)
     if isinstance(case, ServingCase):
         rows = here.exchange("the prompts", {"packed": case.packed_tokens}, options.cache_timeout)

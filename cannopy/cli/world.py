@@ -8,16 +8,17 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from cannopy.errors import CannopyError
-from cannopy.options import Options
+from cannopy.options import Options, sizes_of
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from cannopy.frontend.sources import LoadedModel
     from cannopy.fx_passes.parallel import Layout
 
 
@@ -52,6 +53,25 @@ def layout_options(args: argparse.Namespace) -> dict[str, Any]:
         return {"parallel": parallel, "group_timeout": timeout, "cache_timeout": timeout}
     given = getattr(args, "rank", None)
     return {"parallel": parallel, "rank": 0 if given is None else given}
+
+
+def layout_of(args: argparse.Namespace) -> Layout | None:
+    """The layout that the arguments of a verb that runs nothing name; None for one die, and where none is chosen."""
+    from cannopy.fx_passes.parallel import Layout
+
+    parallel = getattr(args, "parallel", None)
+    sizes = None if not parallel or parallel == AUTO else sizes_of(parallel)
+    return None if sizes is None or sizes.dies == 1 else Layout(sizes, getattr(args, "rank", None) or 0)
+
+
+def with_part(loaded: LoadedModel, layout: Layout | None) -> LoadedModel:
+    """``loaded`` with the caches that a die of ``layout`` is called with: of kvp, a part of the rows."""
+    from cannopy.frontend.serving import CachePart, ServingCase
+
+    if layout is None or layout.parallel.kvp == 1 or not isinstance(loaded.case, ServingCase):
+        return loaded
+    case = replace(loaded.case, part=CachePart(layout.parallel.kvp, layout.position("kvp")))
+    return replace(loaded, case=case, make_inputs=case.inputs)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cannopy.frontend.generation import Phase
-from cannopy.frontend.serving import ServingCase
+from cannopy.frontend.serving import WHOLE, ServingCase
 from cannopy.models.parts import experts_one_by_one
 from cannopy.models.requests import Requests
 from cannopy.models.serving import PagedCache, ServingModel
@@ -32,9 +32,9 @@ class Step:
     """One call of one run.
 
     ``inputs``: its arguments without the cache. ``results``: ``logits`` and ``hidden``, float64 [rows, features], of
-    real tokens only. ``cache``: the rows of real tokens after the step, float64, by name and layer. ``picks`` were made
-    by the compiled run, ``choices`` by a reference at these picks. ``writes``: (rows, rows outside, those of them that
-    changed) by name.
+    real tokens only. ``cache``: the rows of real tokens after the step, float64, by name and layer, those of the case's
+    part of the cache. ``picks`` were made by the compiled run, ``choices`` by a reference at these picks. ``writes``:
+    (rows, rows outside, those of them that changed) by name.
     """
 
     phase: Phase
@@ -87,27 +87,47 @@ def generate(case: ServingCase, forward: Mapping[Phase, Forward], requests: Requ
 
 
 def run(case: ServingCase, forward: Mapping[Phase, Forward], phase: Phase, args: tuple[Any, ...]) -> Step:
-    """One call of a compiled run, or of the eager model where ``forward`` lacks the phase."""
+    """One call of a compiled run, or of the eager model where ``forward`` lacks the phase (prompts only where the case
+    has a part of the cache)."""
     *inputs, cache = args
     before = [t.clone() for _, t in tensors(cache)]
     start = time.perf_counter()
     with torch.no_grad(), experts_one_by_one(case.model), Recorder() as recorder:
-        out = forward.get(phase, getattr(case.model, phase))(*args)
+        out = forward[phase](*args) if phase in forward else _eager(case, phase, args)
     seconds = time.perf_counter() - start
     done = _step(case, phase, tuple(inputs), cache, out, seconds)
     done.picks = [_packed(pick, done) for pick in recorder.picks]
-    done.writes = _writes(before, cache, done.slots)
+    done.writes = _writes(case, before, cache, done.slots)
     return done
 
 
+def _eager(case: ServingCase, phase: Phase, args: tuple[Any, ...]) -> Any:
+    """The eager call, which takes a whole cache: rows of the case's part are copied there before and back behind."""
+    *inputs, cache = args
+    call = getattr(case.model, phase)
+    if case.part == WHOLE:
+        return call(*args)
+    whole = replace(case, part=WHOLE).new_requests().cache
+    pairs = [(case.part.of(t), own) for (_, t), (_, own) in zip(tensors(whole), tensors(cache), strict=True)]
+    for rows, own in pairs:
+        rows.copy_(own.flatten(0, 1)[: len(rows)])
+    out = call(*inputs, whole)
+    for rows, own in pairs:
+        own.flatten(0, 1)[: len(rows)] = rows
+    return out
+
+
 def _step(case: ServingCase, phase: Phase, inputs: tuple[Tensor, ...], cache: PagedCache, out: Any,
-          seconds: float) -> Step:
+          seconds: float, whole: bool = False) -> Step:
+    """``whole``: the cache has more than the case's part, of which rows are taken all the same."""
     slots = inputs[-1]
     real = slots >= case.block_size
+    own = slots[real & case.part.has(slots)]
+    at = own if whole else case.part.rows(own)
     logits, hidden = (value.detach().double() for value in out)
     rows: dict[str, list[Tensor]] = {}
     for name, tensor in tensors(cache):
-        rows.setdefault(name, []).append(tensor.flatten(0, 1).flatten(1)[slots[real]].double())
+        rows.setdefault(name, []).append(tensor.flatten(0, 1).flatten(1)[at].double())
     return Step(phase, inputs, real, {"logits": logits, "hidden": hidden[real]}, rows, seconds)
 
 
@@ -121,12 +141,17 @@ def _packed(pick: Pick, step: Step) -> Pick:
     return replace(pick, indices=torch.where(pick.indices < 0, -1, pick.indices + starts[:, None]))
 
 
-def _writes(before: Sequence[Tensor], cache: PagedCache, slots: Tensor) -> dict[str, tuple[int, int, int]]:
+def _writes(case: ServingCase, before: Sequence[Tensor], cache: PagedCache,
+            slots: Tensor) -> dict[str, tuple[int, int, int]]:
+    """A die with a part of the rows may write those of others anywhere into block 0, which no request owns."""
     found: dict[str, tuple[int, int, int]] = {}
+    rows = case.part.rows(slots[case.part.has(slots)])
+    if case.part != WHOLE:
+        rows = torch.cat((torch.arange(case.block_size // case.part.size), rows)).unique()
     for old, (name, new) in zip(before, tensors(cache), strict=True):
         changed = _bits(old).ne(_bits(new)).any(-1)
         outside = torch.ones_like(changed)
-        outside[slots] = False
+        outside[rows] = False
         row = (int((~outside).sum()), int(outside.sum()), int((changed & outside).sum()))
         a, b, c = found.get(name, (0, 0, 0))
         found[name] = (a + row[0], b + row[1], c + row[2])
@@ -144,7 +169,7 @@ def replay(case: ServingCase, model: ServingModel, steps: Sequence[Step],
 
     (The cache is filled outside of ``mode``: in float64 a generator gives other numbers.)
     """
-    requests = replace(case, model=model).new_requests()
+    requests = replace(case, model=model, part=WHOLE).new_requests()
     fill(requests.cache, case.seed)
     done = []
     for step in steps:
@@ -153,7 +178,7 @@ def replay(case: ServingCase, model: ServingModel, steps: Sequence[Step],
             out = getattr(model, step.phase)(*step.inputs, requests.cache)
         played.finish()
         seconds = time.perf_counter() - start
-        done.append(_step(case, step.phase, step.inputs, requests.cache, out, seconds))
+        done.append(_step(case, step.phase, step.inputs, requests.cache, out, seconds, whole=True))
         done[-1].choices = [_of_real(choice, step.real) for choice in played.choices]
     return done
 
@@ -195,5 +220,6 @@ def _errors(phase: str, *runs: Sequence[Step]) -> Iterator[ErrorParity]:
     for name in runs[0][0].results:
         yield errors_of(f"{phase} {name}", *(torch.cat([step.results[name] for step in run]) for run in runs))
     for name in runs[0][0].cache:
-        yield errors_of(f"{phase} cache {name}",
-                        *(torch.cat([rows for step in run for rows in step.cache[name]]) for run in runs))
+        rows = [torch.cat([rows for step in run for rows in step.cache[name]]) for run in runs]
+        if len(rows[0]):  # a die with a part of the rows may get none in few steps
+            yield errors_of(f"{phase} cache {name}", *rows)

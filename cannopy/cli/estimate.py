@@ -59,8 +59,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     group.add_argument("--quant", default="bf16", metavar="NAME",
                        help="bf16, w8a8c16, w8a8c8, w4a8c16 or w4a8c8: W of the weights, C of the cache (bf16)")
     group.add_argument("--parallel", default="", metavar="K=N,…|FILE|auto",
-                       help="dies: ep, dp, attn_tp, o_proj_tp, dense_tp, embed_tp, lm_head_tp, moe_tp (all 1), a YAML "
-                            "file with them, or auto: the fastest that fits --dies")
+                       help="dies: ep, dp, attn_tp, o_proj_tp, dense_tp, embed_tp, lm_head_tp, moe_tp, kvp (all 1), a "
+                            "YAML file with them, or auto: the fastest that fits --dies")
     group.add_argument("--rank", type=int, default=0, metavar="R", help="of a graph: the die of --parallel (0)")
     auto_layout.add_dies_argument(group)
     group.add_argument("--plan", choices=("serial", "expert"), default="serial",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from cannopy.stream_scheduler.network.builder import Builder, Scene, linear
 
 
@@ -36,13 +38,27 @@ def _mla_absorbed(b: Builder, s: Scene, x: str) -> str:
     )
     sizes = {"batch": s.load.sequences, "q_tokens": s.load.q_tokens, "heads": s.heads, "rank": a.rank, "rope": a.rope,
              "context": s.load.context, "cache_bytes": cache_bytes(s)}
+    if s.parallel.kvp > 1:  # each query is a request of its own, with a part of the rows
+        sizes |= {"batch": T, "q_tokens": 1, "context": math.ceil(s.load.context / s.parallel.kvp)}
     if a.indexer is None:
         int8 = s.quant.cache == "int8"
         out = b.call("attention", f"fused_infer_attention_mla{'_int8' * int8}", prolog, **sizes)
+        out = _joined(b, s, out)
     else:
         picked = _indexer(b, s, x, prolog)
         out = b.call("sparse_attention", "sparse_flash_attention", prolog, picked, selected=a.indexer.selected, **sizes)
-    return b.call("w_uv", "batch_matmul", out, batch=s.heads, m=T, k=a.rank, n=a.value)
+    return b.call("w_uv", "batch_matmul", out, batch=s.own_heads, m=T, k=a.rank, n=a.value)
+
+
+def _joined(b: Builder, s: Scene, x: str) -> str:
+    """What all heads have found in the rows of each die, exchanged by heads and joined by its log-sum-exp."""
+    rank, heads, dies = s.model.attention.rank, s.heads * s.tokens, s.parallel.kvp
+    if dies == 1:
+        return x
+    x = b.call("attention_empty", "elementwise", x, elements=heads * rank)
+    out = b.call("kvp_all_to_all", "all_to_all", x, ranks=dies, bytes_per_rank=2 * heads * rank)
+    sums = b.call("kvp_sums_all_to_all", "all_to_all", x, ranks=dies, bytes_per_rank=4 * heads)
+    return b.call("attention_update", "elementwise", out, sums, elements=heads / dies * rank, inputs=dies)
 
 
 def _indexer(b: Builder, s: Scene, x: str, prolog: str) -> str:
@@ -117,12 +133,12 @@ def _o_proj(b: Builder, s: Scene, x: str) -> str:
     """o_proj whole, cut by heads (all-reduce), or shared by a group of data-parallel dies (all-to-all before,
     reduce-scatter after)."""
     a, T, hidden, tp = s.model.attention, s.tokens, s.model.hidden, s.parallel.o_proj_tp
-    width = s.heads * (a.value if a.kind == "mla" else a.dim)
+    width = s.own_heads * (a.value if a.kind == "mla" else a.dim)
     if tp > 1:
         x = b.call("o_proj_all_to_all", "all_to_all", x, ranks=tp, bytes_per_rank=2 * T * width)
     out = linear(b, s, "o_proj", "o_proj", x, T * tp, width / tp, hidden)
     if tp > 1:
         return b.call("o_proj_reduce_scatter", "reduce_scatter", out, ranks=tp, bytes_per_rank=2 * T * hidden)
-    if s.parallel.attn_tp > 1:
-        return b.call("o_proj_all_reduce", "all_reduce", out, ranks=s.parallel.attn_tp, bytes_per_rank=2 * T * hidden)
+    if s.same > 1:
+        return b.call("o_proj_all_reduce", "all_reduce", out, ranks=s.same, bytes_per_rank=2 * T * hidden)
     return out

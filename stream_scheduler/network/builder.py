@@ -24,18 +24,35 @@ class Scene:
 
     @property
     def tokens(self) -> int:
-        """Query tokens of this die (of this attention group where heads are cut)."""
+        """Query tokens of this die (of this group where dies have the same ones)."""
         return self.load.tokens
 
     @property
     def group_tokens(self) -> float:
         """Query tokens of all dies among which experts are spread."""
-        return max(1.0, self.tokens * self.parallel.ep / self.parallel.attn_tp * self.load.group_share)
+        return max(1.0, self.tokens * self.parallel.ep / self.same * self.load.group_share)
+
+    @property
+    def same(self) -> int:
+        """Dies that have the same tokens."""
+        return self.parallel.attn_tp * self.parallel.kvp
 
     @property
     def heads(self) -> int:
-        """Query heads on this die."""
-        return self.model.attention.heads // self.parallel.attn_tp
+        """Query heads of attention on this die: all of them where it attends to a part of a cache."""
+        return self.own_heads if self.load.phase == "prefill" else self.model.attention.heads // self.parallel.attn_tp
+
+    @property
+    def own_heads(self) -> int:
+        """Heads of this die in the output projection."""
+        return self.model.attention.heads // self.same
+
+    def cut(self, kind: str) -> int:
+        """Dies with the same tokens that cut the matrices of ``kind`` (``dense_tp``) and add or gather their results:
+        all that cut heads, of those with a part of the caches as many as the layout says; 1 where tokens differ."""
+        if self.parallel.attn_tp > 1:
+            return self.parallel.attn_tp
+        return int(getattr(self.parallel, kind)) if self.parallel.kvp > 1 else 1
 
     def dtype(self, matrix: str) -> str:
         """bf16, int8 or int4."""

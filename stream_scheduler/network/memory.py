@@ -77,8 +77,8 @@ def _attention(s: Scene) -> float:
         return (size("qkv", m.hidden * (s.heads + 2 * kv_heads) * a.dim)
                 + size("o_proj", s.heads * a.dim * m.hidden / p.o_proj_tp))
     total = (size("q_a", m.hidden * a.q_rank) + size("q_b", a.q_rank * s.heads * (a.nope + a.rope))
-             + size("kv_a", m.hidden * (a.rank + a.rope)) + 2 * s.heads * a.rank * (a.nope + a.value)
-             + size("o_proj", s.heads * a.value * m.hidden / p.o_proj_tp))
+             + size("kv_a", m.hidden * (a.rank + a.rope)) + 2 * a.rank * (s.heads * a.nope + s.own_heads * a.value)
+             + size("o_proj", s.own_heads * a.value * m.hidden / p.o_proj_tp))
     if a.indexer is not None:
         i = a.indexer
         total += size("indexer_q", a.q_rank * i.heads * i.dim) + 2 * m.hidden * (i.dim + i.heads)
@@ -95,9 +95,11 @@ def _experts(s: Scene) -> float:
 
 
 def cache_total(s: Scene) -> float:
-    """KV and indexer caches: whole blocks per sequence and one reserved block, every attention and the draft."""
+    """KV and indexer caches: whole blocks per sequence and one reserved block, every attention and the draft; of caches
+    whose rows are spread, the blocks of one die."""
     m, a = s.model, s.model.attention
-    tokens = (math.ceil((s.load.context + s.load.q_tokens) / BLOCK) * s.load.sequences + 1) * BLOCK
+    blocks = math.ceil((s.load.context + s.load.q_tokens) / BLOCK) * s.load.sequences + 1
+    tokens = math.ceil(blocks / s.parallel.kvp) * BLOCK
     attentions = m.layers * (2 if m.family == "longcat" else 1) + (1 if s.load.next_n else 0)
     if a.kind == "gqa":
         row = 2 * max(1, a.kv_heads // s.parallel.attn_tp) * a.dim * cache_bytes(s)

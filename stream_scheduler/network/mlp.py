@@ -26,7 +26,7 @@ def dense(b: Builder, s: Scene, x: str, label: str = "mlp") -> str:
     """Dense MLP: whole, cut by the attention group (all-reduce), or shared by data-parallel dies (all-gather before,
     reduce-scatter after)."""
     T, hidden = s.tokens, s.model.hidden
-    tp, cut = s.parallel.dense_tp, s.parallel.attn_tp
+    tp, cut = 1 if s.same > 1 else s.parallel.dense_tp, s.cut("dense_tp")
     if cut > 1:
         out = gated(b, s, label, "dense", x, T, s.model.dense_width / cut)
         return b.call(f"{label}_all_reduce", "all_reduce", out, ranks=cut, bytes_per_rank=2 * T * hidden)
@@ -74,9 +74,8 @@ def _spread(b: Builder, s: Scene, x: str, picked: str) -> str:
     out = b.call("experts_down", kernel, act, k=e.width, n=hidden, **sizes)
     shared = _shared_down(b, s, shared, up)
     out = _return(b, s, out, picked, rows)
-    if s.parallel.attn_tp > 1:
-        out = b.call("experts_all_gather", "all_gather", out, ranks=s.parallel.attn_tp,
-                     bytes_per_rank=2 * T * hidden / s.parallel.attn_tp)
+    if s.same > 1:
+        out = b.call("experts_all_gather", "all_gather", out, ranks=s.same, bytes_per_rank=2 * T * hidden / s.same)
     if not shared:
         return out
     return b.call("shared_add", "elementwise", out, shared, elements=T * hidden, inputs=2)
@@ -90,7 +89,7 @@ def _by_dispatch(s: Scene) -> bool:
 def _send(b: Builder, s: Scene, x: str, picked: str) -> str:
     """Token rows at the dies of their experts, sorted by expert."""
     e, hidden, ep = _experts(s), s.model.hidden, s.parallel.ep
-    tokens = s.tokens / s.parallel.attn_tp
+    tokens = s.tokens / s.same
     if _by_dispatch(s):
         return b.call("dispatch", "moe_dispatch", x, picked, tokens=tokens, top_k=e.top_k, hidden=hidden, ranks=ep,
                       payload_bytes=1 if s.is_int8("experts") and e.dispatch_int8 else 2)
@@ -105,7 +104,7 @@ def _send(b: Builder, s: Scene, x: str, picked: str) -> str:
 def _return(b: Builder, s: Scene, x: str, picked: str, rows: float) -> str:
     """Expert rows at the dies of their tokens, weighted and summed."""
     e, hidden, ep = _experts(s), s.model.hidden, s.parallel.ep
-    tokens = s.tokens / s.parallel.attn_tp
+    tokens = s.tokens / s.same
     if _by_dispatch(s):
         return b.call("combine", "moe_combine", x, picked, tokens=tokens, top_k=e.top_k, hidden=hidden, ranks=ep,
                       payload_bytes=2)
@@ -151,7 +150,7 @@ def _cut(b: Builder, s: Scene, x: str, picked: str) -> str:
     """Every expert cut in width over ``moe_tp`` dies. They hold the same tokens where heads are cut as well, and the
     sums are all-reduced; data-parallel dies gather their tokens first and scatter the sums."""
     e, own, hidden, tp = _experts(s), s.tokens, s.model.hidden, s.parallel.moe_tp
-    apart = s.parallel.attn_tp == 1
+    apart = s.same == 1
     T = own * tp if apart else own
     if apart:
         x = b.call("moe_all_gather", "all_gather", x, ranks=tp, bytes_per_rank=2 * own * hidden)

@@ -82,7 +82,7 @@ class Parallel(Layout):
         if self.cp > 1:
             raise SettingError(f"the estimate does not know prompts that are split over dies; leave cp={self.cp} out")
         if self.kvp > 1:
-            raise SettingError(f"the estimate does not know caches that are spread over dies; leave kvp={self.kvp} out")
+            self._check_rows(model)
         for name, size in (("ep", self.ep), ("moe_tp", self.moe_tp)):
             if size > 1 and model.experts is None:
                 raise SettingError(f"{model.title} has no experts; leave {name} out")
@@ -97,6 +97,23 @@ class Parallel(Layout):
             size = getattr(self, f.name)
             if size and self.dies % size:
                 raise SettingError(f"{self.dies} dies cannot be divided into groups of {f.name}={size}")
+
+    def _check_rows(self, model: Model) -> None:
+        """`SettingError` where rows of caches cannot be spread over ``kvp`` dies."""
+        a, kvp = model.attention, self.kvp
+        if a.kind != "mla" or a.indexer is not None:
+            has = "an indexer" if a.kind == "mla" else "caches with heads"
+            raise SettingError(f"kvp={kvp} spreads caches of latents without an indexer, and {model.title} has {has}; "
+                               "leave kvp out")
+        for name in ("attn_tp", "o_proj_tp"):
+            if getattr(self, name) > 1:
+                raise SettingError(f"kvp={kvp} cuts the output projections already; leave {name} out")
+        if a.heads % kvp:
+            raise SettingError(f"{a.heads} heads cannot be divided by kvp={kvp}")
+        for name in ("dense_tp", "embed_tp", "lm_head_tp", "moe_tp"):
+            if kvp % getattr(self, name):
+                raise SettingError(f"{name}={getattr(self, name)} is no part of kvp={kvp}, whose dies have the same "
+                                   "tokens")
 
     def _check_widths(self, model: Model) -> None:
         """`SettingError` when a matrix cannot be cut into so many equal parts."""

@@ -74,8 +74,11 @@ def _longcat(b: Builder, s: Scene, x: str, index: int) -> str:
 
 
 def _embed(b: Builder, s: Scene, x: str) -> str:
-    """Lookup; shared tables are gathered over the group."""
+    """Lookup in a table that a group shares: ids are gathered and rows scattered, or added where ids are the same."""
     T, hidden, tp = s.tokens, s.model.hidden, s.parallel.embed_tp
+    if tp > 1 and s.same > 1:
+        x = b.call("embedding", "embedding", x, tokens=T, hidden=hidden)
+        return b.call("embed_all_reduce", "all_reduce", x, ranks=tp, bytes_per_rank=2 * T * hidden)
     if tp > 1:
         x = b.call("embed_all_gather", "all_gather", x, ranks=tp, bytes_per_rank=8 * T)
     x = b.call("embedding", "embedding", x, tokens=T * tp, hidden=hidden)
@@ -87,11 +90,12 @@ def _embed(b: Builder, s: Scene, x: str) -> str:
 def _head(b: Builder, s: Scene, x: str) -> str:
     """Norm, output projection, argmax. Prefill needs the last token of each sequence only."""
     T = s.load.sequences if s.load.phase == "prefill" else s.tokens
-    hidden, vocab, tp, cut = s.model.hidden, s.model.vocab, s.parallel.lm_head_tp, s.parallel.attn_tp
+    hidden, vocab, tp, cut = s.model.hidden, s.model.vocab, s.parallel.lm_head_tp, s.cut("lm_head_tp")
     x = _norm(b, s, "final_norm", x)
-    if cut > 1:
+    if cut > 1 or s.same > 1:
         x = b.call("lm_head", "bf16_matmul", x, m=T, k=hidden, n=vocab / cut)
-        x = b.call("lm_head_all_gather", "all_gather", x, ranks=cut, bytes_per_rank=2 * T * vocab / cut)
+        if cut > 1:
+            x = b.call("lm_head_all_gather", "all_gather", x, ranks=cut, bytes_per_rank=2 * T * vocab / cut)
     else:
         if tp > 1:
             x = b.call("lm_head_all_gather", "all_gather", x, ranks=tp, bytes_per_rank=2 * T * hidden)

@@ -133,12 +133,45 @@ def test_experts_of_dies_that_share_heads_divide_the_tokens_and_gather_the_sums(
     assert sizes["init_routing"]["tokens"] == sizes["experts_gate_up"]["tokens"] == sizes["finalize"]["tokens"] == 2
 
 
+def test_rows_of_latent_caches_over_dies() -> None:
+    """Four dies with the same 2 requests of 4 queries: each query a request with a quarter of 4096 rows, all 128 heads;
+    results of 32 heads after the exchange. A prompt cuts heads; dispatch sends a quarter of the tokens."""
+    schedule = step("deepseek-r1", Load("decode", 2, 4096, 3), "kvp=4,ep=8,dense_tp=4,embed_tp=4,lm_head_tp=2")
+    sizes = {task.label: dict(task.load.work.sizes) for task in schedule.tasks if task.layer in (0, 4, None)}
+    assert sizes["mla_prolog"]["heads"] == 128
+    assert {k: sizes["attention"][k] for k in ("batch", "q_tokens", "context", "heads")} == {
+        "batch": 8, "q_tokens": 1, "context": 1024, "heads": 128}
+    assert sizes["kvp_all_to_all"] == {"ranks": 4, "bytes_per_rank": 2 * 8 * 128 * 512}
+    assert sizes["kvp_sums_all_to_all"] == {"ranks": 4, "bytes_per_rank": 4 * 8 * 128}
+    assert (sizes["attention_update"]["elements"], sizes["attention_update"]["inputs"]) == (8 * 32 * 512, 4)
+    assert sizes["w_uv"]["batch"] == 32
+    assert sizes["o_proj"]["k"] == 32 * 128
+    for label in ("o_proj_all_reduce", "mlp_all_reduce", "embed_all_reduce"):
+        assert sizes[label] == {"ranks": 4, "bytes_per_rank": 2 * 8 * 7168}
+    assert sizes["dispatch"]["tokens"] == 2
+    assert sizes["lm_head_all_gather"]["ranks"] == 2
+    prompt = step("deepseek-r1", Load("prefill", 1, 4096), "kvp=4,ep=8")
+    sizes = {task.label: dict(task.load.work.sizes) for task in prompt.tasks if task.layer in (0, 4)}
+    assert (sizes["attention"]["heads"], sizes["o_proj_all_reduce"]["ranks"]) == (32, 4)
+    assert "kvp_all_to_all" not in sizes
+    assert sizes["mlp_down"]["k"] == 18432
+
+
+def test_caches_of_one_of_several_dies_have_a_part_of_the_blocks() -> None:
+    """513 blocks of 128 rows for a request of 64K tokens, and block 0: 129 on each of four dies."""
+    model, load = load_model("deepseek-r1"), Load("decode", 1, 65536)
+    alone, part = (cache_total(Scene(model, load, Parallel.parse(text), Quantisation())) for text in ("", "kvp=4"))
+    assert alone == 61 * 514 * 128 * 576 * 2
+    assert part == 61 * 129 * 128 * 576 * 2
+
+
 def test_weights_in_memory_are_those_that_the_kernels_of_a_die_read() -> None:
     """With so many tokens that every expert is active; the embedding is read by rows and not compared."""
     for name, parallel in (("deepseek-v3", "attn_tp=8,moe_tp=8"), ("qwen3-32b", "attn_tp=4"),
                            ("deepseek-v3.2", "ep=16,dp=16,o_proj_tp=4,dense_tp=4"),
                            ("longcat-flash", "ep=32,dp=32,dense_tp=8,o_proj_tp=8"),
-                           ("qwen3-235b-a22b", "attn_tp=8,ep=8")):
+                           ("qwen3-235b-a22b", "attn_tp=8,ep=8"), ("deepseek-v3", "kvp=8,moe_tp=4,lm_head_tp=2"),
+                           ("longcat-flash", "kvp=16,ep=32,dense_tp=8")):
         layout, model = Parallel.parse(parallel), load_model(name)
         for quant in ("bf16", "w8a8c16", "w4a8c16"):
             load = Load("decode", 4096, 4096)

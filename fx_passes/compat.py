@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import re
 import sys
 import traceback
@@ -242,7 +243,8 @@ def specialised(context: TracingContext) -> list[str]:
     """Dynamo's expressions (``L['cache'].scale``) of the plain values that a trace was specialised on."""
     found = []
     for guard in context.guards_context.dynamo_guards.inner:
-        if guard.create_fn_name() in ("CONSTANT_MATCH", "EQUALS_MATCH", "BOOL_MATCH", "NONE_MATCH"):
+        maker: Any = guard.create_fn.func if isinstance(guard.create_fn, functools.partial) else guard.create_fn
+        if maker.__name__ in ("CONSTANT_MATCH", "EQUALS_MATCH", "BOOL_MATCH", "NONE_MATCH"):
             name: Any = guard.name
             found.append(name() if callable(name) else name)  # a method in some versions
     return list(dict.fromkeys(found))

@@ -48,6 +48,10 @@ def layout_options(args: argparse.Namespace) -> dict[str, Any]:
     if parallel == AUTO:
         raise CannopyError("--parallel auto: only run, compile and estimate choose a layout",
                            "cannopy estimate MODEL --parallel auto --dies N prints one to name here")
+    sizes = sizes_of(parallel)
+    if sizes is not None and sizes.cp > 1 and args.phase != "prefill":
+        raise CannopyError(f"cp={sizes.cp} splits a prompt over dies, and a decode step has none to split",
+                           f"--phase prefill; decode reads the caches in a layout without cp={sizes.cp}")
     timeout = getattr(args, "group_timeout", None)
     if timeout is not None:
         return {"parallel": parallel, "group_timeout": timeout, "cache_timeout": timeout}

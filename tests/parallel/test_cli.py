@@ -122,6 +122,9 @@ def test_worlds_that_do_not_fit(model: Path, monkeypatch: pytest.MonkeyPatch,
         capsys.readouterr().err)
     assert main(arguments(model, "make", "auto")) == 1
     assert "--parallel auto spreads a run over the ranks of torchrun" in capsys.readouterr().err
+    assert main(["run", "deepseek-v3.2", "--form", "serving", "--parallel", "cp=2"]) == 1
+    assert "cp=2 splits a prompt over dies, and a decode step has none to split\n  cure: --phase prefill" in (
+        capsys.readouterr().err)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert main(arguments(model, "make", "ep=4,dp=4,attn_tp=2")) == 1

@@ -191,7 +191,8 @@ class _Builder:
                 self._group(name, kind.requires)
         elif stage.name == "parallel":
             step = functools.partial(parallel.run, target=self.made.options.target,
-                                     way_of_experts=stage.get("experts") or "auto", log=self.log)
+                                     way_of_experts=stage.get("experts") or "auto", log=self.log,
+                                     decode=self.made.options.phase == "decode")
             self._pass(stage.name, step, kind.requires, kind.ensures)
         elif stage.name == planning.STAGE:
             options = self.made.options

@@ -33,7 +33,8 @@ class Parallel:
     in width instead. ``attn_tp`` cuts heads. ``kvp`` spreads the rows of latent caches, dies of a group have the same
     requests. ``dp`` is the number of attention replicas, 0 for as many as there are, which is all that it may be.
     ``o_proj_tp``, ``dense_tp``, ``embed_tp``, ``lm_head_tp``: groups of data-parallel dies that share that matrix.
-    ``cp``: a prompt is split over all dies, each of which is called with all of it."""
+    ``cp``: a prompt is split over all dies, each of which is called with all of it. ``sp``, as large as ``attn_tp``:
+    the dies of an ``attn_tp`` group have different rows of a prompt between attention and attention."""
 
     ep: int = 1
     dp: int = 0
@@ -45,12 +46,17 @@ class Parallel:
     moe_tp: int = 1
     cp: int = 1
     kvp: int = 1
+    sp: int = 1
 
     def __post_init__(self) -> None:
         for f in fields(self):
             value: Any = getattr(self, f.name)
             if isinstance(value, bool) or not isinstance(value, int) or value < (f.name != "dp"):
                 raise ParallelError(f"{f.name} is a number of dies, found {value!r}")
+        if self.sp not in (1, self.attn_tp):
+            raise ParallelError(f"sp={self.sp} with attn_tp={self.attn_tp}: rows of a prompt are spread over the dies "
+                                f"that cut its heads, which are {self.attn_tp}, not {self.sp}; give sp={self.attn_tp} "
+                                f"or attn_tp={self.sp}")
         if self.dp and self.dp != self.replicas:
             shared = f"cp = {self.cp}" if self.cp > 1 else f"attn_tp·kvp = {self.attn_tp}·{self.kvp}"
             each = self.dies / self.replicas

@@ -30,7 +30,7 @@ def add_layout_arguments(group: argparse._ArgumentGroup, running: bool = False) 
     """``--parallel``, and ``--rank`` for the verbs that run nothing."""
     group.add_argument("--parallel", metavar="K=N,…|FILE",
                        help="spread the model over dies: ep, dp, attn_tp, o_proj_tp, dense_tp, embed_tp, lm_head_tp, "
-                       "moe_tp, cp, kvp, a YAML file with them, or (of run, compile and estimate) auto")
+                       "moe_tp, cp, kvp, sp, a YAML file with them, or (of run, compile and estimate) auto")
     if not running:
         group.add_argument("--rank", type=int, metavar="R", help="the die of --parallel to build for (0)")
         return

@@ -1,7 +1,7 @@
 """y = act(x Wgᵀ, x Wuᵀ) Wdᵀ  →  reduce_scatter(act(X Wg[r]ᵀ, X Wu[r]ᵀ) Wd[:, r]ᵀ),  X = all_gather(x), over dense_tp.
 
-Each rank has tokens of its own and columns r of the intermediate width. Ranks that have the same tokens (attn_tp) do
-not gather, and add by all_reduce. Shared experts of mixtures stay whole.
+Each rank has tokens of its own and columns r of the intermediate width. Ranks that have the same tokens (attn_tp
+without sp) do not gather, and add by all_reduce. Shared experts of mixtures stay whole.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import fx
 from cannopy.fusion_rules.parallel.narrow import Narrow
 from cannopy.fusion_rules.parallel.places import mlps, operands
 from cannopy.fusion_rules.parallel.shards import Part
-from cannopy.fusion_rules.parallel.tokens import Rows, error
+from cannopy.fusion_rules.parallel.tokens import Rows, error, rows_at
 from cannopy.fusion_rules.parallel.work import Work
 from cannopy.fx_passes.graph import aten, shape
 
@@ -20,13 +20,13 @@ KIND = "dense_tp"
 
 def cut(work: Work) -> int:
     """Cut every dense MLP; the number of them. Raises `ParallelError` where one cannot be cut."""
-    rows = Rows(work.editor, work.layout, KIND)
+    rows = rows_at(work, KIND)
     part = Part(work.layout.position(KIND), work.layout.size(KIND))
     found = mlps(work.program, work.editor)
     for node in found.lost:
         raise error(work.layout, KIND, node, "this activation of a projection belongs to no MLP that can be cut")
     for down in found.dense:
-        _cut(work, rows, part, down)
+        _cut(work, rows(down), part, down)
     return len(found.dense)
 
 

@@ -116,7 +116,7 @@ def _cut(work: Work, m: Mixture) -> Spread:
 @dataclass(frozen=True)
 class _Own:
     """The tokens that this die sends: all of the graph's, or one of ``parts`` where the dies of a group have the same
-    ones (attn_tp, kvp). ``repeated`` dies send the same tokens."""
+    ones (attn_tp without sp, kvp). ``repeated`` dies send the same tokens."""
 
     x: fx.Node
     ids: fx.Node
@@ -128,6 +128,8 @@ class _Own:
     def of(cls, work: Work, m: Mixture) -> _Own:
         sharing, tokens = work.layout.parallel.sharing, shape(m.x)[0]
         same = work.layout.size(sharing)
+        if m.end in work.own:
+            return cls(m.x, m.ids, m.scales)
         if same == 1 or tokens % same:
             return cls(m.x, m.ids, m.scales, 1, same)
         start, stop = Part(work.layout.position(sharing), same).of(tokens, "tokens", m.init)

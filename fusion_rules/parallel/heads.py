@@ -46,7 +46,7 @@ def cut(work: Work) -> int:
 def cut_projections(work: Work, kind: str, kernel: Handler) -> int:
     """Cut the output projection of every attention by heads over the dies of ``kind``; ``kernel`` makes the part of a
     fused attention. The number of them. Raises `ParallelError` where one cannot be cut."""
-    part, rows = Part(work.layout.position(kind), work.layout.size(kind)), Rows(work.editor, work.layout, kind)
+    part, rows = Part(work.layout.position(kind), work.layout.size(kind)), Rows(work, kind)
     found = projections_of_attention(work.program, work.editor)
     for lost in without_projection(work.editor, found):
         raise error(work.layout, kind, lost, "no projection with a parameter for its matrix reads this attention")

@@ -3,15 +3,15 @@
     init_routing(x), grouped matmuls, finalize_routing(skip)  →
     reduce_scatter(finalize_routing(grouped matmuls of parts(init_routing(all_gather(x))))) + skip
 
-Ranks that have the same tokens (attn_tp) do not gather, and add by all_reduce. What is added to the sum of the experts
-(a shared expert, the share of zero experts) is whole on each rank and added once.
+Ranks that have the same tokens (attn_tp without sp) do not gather, and add by all_reduce. What is added to the sum of
+the experts (a shared expert, the share of zero experts) is whole on each rank and added once.
 """
 
 from __future__ import annotations
 
 from cannopy.fusion_rules.parallel.mixtures import Mixture, mixtures, mlp
 from cannopy.fusion_rules.parallel.shards import Part, take
-from cannopy.fusion_rules.parallel.tokens import Rows, error, legal
+from cannopy.fusion_rules.parallel.tokens import Rows, error, legal, rows_at
 from cannopy.fusion_rules.parallel.work import Work
 from cannopy.fusion_rules.rewrite.expert_calls import DROPPED
 from cannopy.fx_passes.graph import aten, shape
@@ -26,10 +26,10 @@ def cut(work: Work) -> int:
     if layout.size("ep") > 1:
         raise ParallelError(f"{KIND}={layout.size(KIND)} with ep={layout.size('ep')}: experts are cut in width or "
                             "spread, not both; leave one of them out")
-    rows, part = Rows(work.editor, layout, KIND), Part(layout.position(KIND), layout.size(KIND))
+    rows, part = rows_at(work, KIND), Part(layout.position(KIND), layout.size(KIND))
     found = mixtures(work, KIND)
     for m in found:
-        _cut(work, rows, part, m)
+        _cut(work, rows(m.end), part, m)
     return len(found)
 
 

@@ -22,6 +22,9 @@ from cannopy.fx_passes.weight_plan import derived
 Piece = tuple[int, int]
 """First index and the one behind the last."""
 
+PART = "part"
+"""Key of the metadata of a placeholder of which each rank of a group has another part."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -50,10 +53,11 @@ def take(program: Program, editor: Editor, weight: fx.Node, dim: int, pieces: Se
         return weight
     entry = next((e for e in program.weights if e.name == weight.name), None)
     found = None if entry is None else _below(program, editor, weight, entry, dim, pieces)
-    if found is not None:
-        return found
-    parts = [_slice(program, editor, weight, entry, dim, piece) for piece in pieces]
-    return parts[0] if len(parts) == 1 else _cat(program, editor, f"{weight.name}_parts", parts, dim)
+    if found is None:
+        parts = [_slice(program, editor, weight, entry, dim, piece) for piece in pieces]
+        found = parts[0] if len(parts) == 1 else _cat(program, editor, f"{weight.name}_parts", parts, dim)
+    found.meta[PART] = True
+    return found
 
 
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:

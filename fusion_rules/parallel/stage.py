@@ -7,10 +7,11 @@ place, or cannot be made, is a `ParallelError`: nothing is left whole in silence
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from cannopy.fusion_rules.engine.record import Log
-from cannopy.fusion_rules.parallel import context, dense, experts, heads, kvp, moe_tp, o_proj, vocabulary
+from cannopy.fusion_rules.parallel import context, dense, experts, heads, kvp, moe_tp, o_proj, sequence, vocabulary
 from cannopy.fusion_rules.parallel.work import Work
 from cannopy.fx_passes.graph import Editor
 from cannopy.fx_passes.parallel import LAYOUT, Layout, ParallelError
@@ -34,6 +35,7 @@ def steps() -> Mapping[str, Step]:
         kvp.KIND: kvp.cut,
         o_proj.KIND: o_proj.cut,
         heads.KIND: heads.cut,
+        sequence.KIND: sequence.cut,
         dense.KIND: dense.cut,
         vocabulary.EMBEDDING: vocabulary.cut_embedding,
         vocabulary.HEAD: vocabulary.cut_head,
@@ -42,10 +44,12 @@ def steps() -> Mapping[str, Step]:
     })
 
 
-def run(program: Program, target: str, way_of_experts: str = experts.AUTO, log: Log | None = None) -> int:
+def run(program: Program, target: str, way_of_experts: str = experts.AUTO, log: Log | None = None,
+        decode: bool = False) -> int:
     """Cut ``program`` for the rank of its layout in place; the number of places, 0 where there is no layout.
 
-    ``way_of_experts``: one of `experts.WAYS`. ``log``: what the fusions did, for the errors.
+    ``way_of_experts``: one of `experts.WAYS`. ``log``: what the fusions did, for the errors. ``decode``: the graph is a
+    step of decode, for which sp means nothing.
 
     Raises:
         ParallelError: a cut that the layout asks for cannot be made; names the node and its source line.
@@ -55,6 +59,8 @@ def run(program: Program, target: str, way_of_experts: str = experts.AUTO, log: 
         return 0
     if way_of_experts != experts.AUTO and layout.size(experts.KIND) == 1:
         raise ParallelError(f"experts={way_of_experts} is asked for, but {layout.parallel} spreads no experts: give ep")
+    if decode:
+        layout = replace(layout, parallel=replace(layout.parallel, sp=1))
     work = Work(program, Editor(program.gm), layout, target, way_of_experts, log)
     cuts: dict[str, int] = {}
     for kind, step in steps().items():

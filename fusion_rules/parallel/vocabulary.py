@@ -18,7 +18,7 @@ from cannopy.fusion_rules.parallel.collectives import all_gather, all_to_all
 from cannopy.fusion_rules.parallel.narrow import Narrow
 from cannopy.fusion_rules.parallel.places import heads_of_vocabulary, operands
 from cannopy.fusion_rules.parallel.shards import Part
-from cannopy.fusion_rules.parallel.tokens import Rows
+from cannopy.fusion_rules.parallel.tokens import Rows, rows_at
 from cannopy.fusion_rules.parallel.work import Work
 from cannopy.fx_passes.graph import aten, shape
 
@@ -27,12 +27,12 @@ EMBEDDING, HEAD = "embed_tp", "lm_head_tp"
 
 def cut_embedding(work: Work) -> int:
     """Cut every embedding; the number of look-ups. Raises `ParallelError` where one cannot be cut."""
-    rows = Rows(work.editor, work.layout, EMBEDDING)
+    rows = rows_at(work, EMBEDDING)
     part = Part(work.layout.position(EMBEDDING), work.layout.size(EMBEDDING))
     parameters = {spec.name for spec in work.program.inputs if spec.kind == "parameter"}
     found = [n for n in work.editor.calls([aten.embedding.default]) if cast(fx.Node, n.args[0]).name in parameters]
     for node in found:
-        _embedding(work, rows, part, node)
+        _embedding(work, rows(node), part, node)
     return len(found)
 
 
@@ -51,11 +51,11 @@ def _embedding(work: Work, rows: Rows, part: Part, node: fx.Node) -> None:
 
 def cut_head(work: Work) -> int:
     """Cut every projection to the vocabulary; the number of them. Raises `ParallelError` where one cannot be cut."""
-    rows = Rows(work.editor, work.layout, HEAD)
+    rows = rows_at(work, HEAD)
     part = Part(work.layout.position(HEAD), work.layout.size(HEAD))
     found = heads_of_vocabulary(work.program, work.editor)
     for node in found:
-        _head(work, rows, part, node)
+        _head(work, rows(node), part, node)
     return len(found)
 
 

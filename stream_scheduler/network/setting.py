@@ -81,6 +81,9 @@ class Parallel(Layout):
                 raise SettingError(f"attn_tp={self.attn_tp} already divides what {name}={size} would; leave {name} out")
         if self.cp > 1:
             raise SettingError(f"the estimate does not know prompts that are split over dies; leave cp={self.cp} out")
+        if self.sp > 1:
+            raise SettingError(f"the estimate does not know rows of prompts spread over attn_tp; leave sp={self.sp} "
+                               "out")
         if self.kvp > 1:
             self._check_rows(model)
         for name, size in (("ep", self.ep), ("moe_tp", self.moe_tp)):

@@ -64,10 +64,18 @@ class GenerationCase:
         return ids.to(self.device)
 
     def new_cache(self) -> Any:
-        """An empty ``transformers.StaticCache`` for this model; its tensors come with `state.prepare_state`."""
-        from transformers import StaticCache
+        """An empty ``transformers.StaticCache`` for this model; its tensors come with `state.prepare_state`.
 
-        return StaticCache(config=cast("Any", self.model).config, max_cache_len=self.max_cache_len)
+        Layers with a window hold every token like the others: those of transformers that hold the window alone count
+        their tokens in Python, which no graph can. The model's mask hides what is outside the window in both.
+        """
+        from transformers import StaticCache
+        from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+
+        cache = StaticCache(config=cast("Any", self.model).config, max_cache_len=self.max_cache_len)
+        cache.layers = [StaticLayer(self.max_cache_len) if type(layer) is StaticSlidingWindowLayer else layer
+                        for layer in cache.layers]
+        return cache
 
     def prefill(self, ids: torch.Tensor, cache: Any) -> Call:
         """The call that reads the prompt ``ids`` ``[batch, tokens]`` into ``cache``."""

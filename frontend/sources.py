@@ -239,7 +239,7 @@ def _from_folder(folder: Path, dtype: torch.dtype | None, weights: bool, call: _
         model = architecture._from_config(config, dtype=dtype or config.dtype or torch.bfloat16)
         lively_(model, call.seed)
         notes = (f"{folder} has no safetensors: random weights, seed {call.seed}.",)
-    limit = config.get_text_config(decoder=True).max_position_embeddings
+    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 256
     case = GenerationCase(model.eval(), call.batch, min(96, limit // 2), min(256, limit), call.seed)
     return LoadedModel(model, "forward", folder.resolve().name, case.inputs, case, notes,
                        None if notes else folder)

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from cannopy.frontend import sources
+from cannopy.frontend.capture import capture
 from cannopy.frontend.errors import ModelSourceError
 from cannopy.frontend.generation import GenerationCase
+from cannopy.frontend.state import prepare_state
 from cannopy.models import zoo
 from cannopy.models.lively import lively_
 
@@ -258,6 +260,27 @@ def test_lively_weights_depend_on_seed_and_name_only() -> None:
     assert all(torch.equal(two[k], v) for k, v in one.items())
     other = weights(mini_v32(), 1)
     assert [k for k, v in one.items() if torch.equal(other[k], v)] == []
+
+
+def test_layers_with_a_window_keep_all_tokens() -> None:
+    """A cache of transformers that keeps the window alone counts its tokens in Python, which no graph can."""
+    from transformers import MistralConfig, MistralForCausalLM, StaticCache
+
+    config = MistralConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                           num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64, sliding_window=5)
+    case = GenerationCase(lively_(MistralForCausalLM(config), 0).eval(), 2, 8, 16)
+    ours, theirs = case.new_cache(), StaticCache(config=config, max_cache_len=16)
+    for ids in (case.ids("prefill"), case.ids("decode"), case.ids("decode", 1)):
+        with torch.no_grad():
+            found, wanted = (case.model(*args, **kwargs).logits
+                             for args, kwargs in (case.prefill(ids, cache) for cache in (ours, theirs)))
+        torch.testing.assert_close(found, wanted)
+    assert [layer.keys.shape[2] for layer in ours.layers] == [16, 16]
+    assert [layer.keys.shape[2] for layer in theirs.layers] == [5, 5]
+    args, kwargs = case.inputs("decode")
+    prepare_state(case.model, args, kwargs)
+    written = [spec.source for spec in capture(case.model, "forward", args, kwargs).inputs if spec.mutated]
+    assert len([path for path in written if path.endswith((".keys", ".values"))]) == 4
 
 
 def test_the_case_refuses_a_cache_that_is_too_short() -> None:

@@ -8,6 +8,7 @@ from typing import Any, cast
 from torch import fx
 
 from cannopy.fx_passes.graph import Editor, aten, is_call, shape
+from cannopy.fx_passes.normalise.views import RESHAPES
 from cannopy.fx_passes.normalise.worklist import Step, once
 from cannopy.fx_passes.program import Program
 
@@ -34,14 +35,19 @@ def _linear(editor: Editor, node: fx.Node, x: Any, weight_t: Any, bias: Any) -> 
     if bias is not None and len(shape(bias)) != 1:
         return 0
     weight = weight_t.args[0]
-    # Keep the model's leading dims: every reader reshapes (T, out) back to (..., out).
-    source = x.args[0] if is_call(x, aten.reshape.default) else x
-    if shape(source)[-1:] != shape(x)[-1:] or len(shape(source)) < 2:
-        source = x
+    source = x.args[0] if is_call(x, aten.reshape.default) and _folded_here(node, x) else x
     with editor.before(node):
         linear = editor.call(aten.linear.default, source, weight, *([bias] if bias is not None else []))
         editor.replace(node, editor.reshape(linear, shape(node)))
     return 1
+
+
+def _folded_here(node: fx.Node, x: fx.Node) -> bool:
+    """Whether the tokens of ``x`` [T, in] are folded for the product ``node`` alone: a reader has (..., out) again.
+    A model that folds them itself goes on with (T, out)."""
+    size = shape(cast(fx.Node, x.args[0]))
+    kept = len(size) >= 2 and size[-1] == shape(x)[-1]
+    return kept and any(is_call(u, *RESHAPES) and shape(u)[:len(size) - 1] == size[:-1] for u in node.users)
 
 
 def _unfolded(x: Any) -> fx.Node:

@@ -91,6 +91,18 @@ def test_merges_biases() -> None:
     assert error(after.run()[0], F.silu(x @ gate.T + bias) * (x @ up.T + bias)) < 1e-6
 
 
+def test_tokens_that_the_model_folds_itself() -> None:
+    """An expert that all tokens share is often called with [tokens, hidden] (Qwen2-MoE)."""
+    def folded(x: Tensor, gate: Tensor, up: Tensor, _: Tensor) -> Tensor:
+        rows = x.view(-1, IN)
+        return F.silu(F.linear(rows, gate)) * F.linear(rows, up)
+
+    before = two_linears(folded)
+    after, log = before.fused(RULES)
+    assert log.counts() == {"swiglu": 1}
+    assert error(after.run()[0], before.run()[0].double()) < 2.0**-7
+
+
 def test_merged_linear_and_slices_become_one_op() -> None:
     weight = torch.randn((2 * MID, IN), generator=torch.Generator().manual_seed(1))
     x = tokens(1, 3, IN, torch.float32)

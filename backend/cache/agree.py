@@ -31,6 +31,8 @@ _LONGEST_POLL = 0.5
 _FIRST_NEWS, _NEWS = 5.0, 30.0
 _LAST_WORD = 10.0
 """Seconds that the first rank gives the others to read what it has read."""
+_LAST_NEWS = 3.0
+"""The same for the reason why it stops; they look twice a second at least."""
 
 _counts: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 """Compilations so far, by process group and ranks: all ranks must count alike."""
@@ -77,6 +79,7 @@ class Peers:
             self._take_leave(keys)
         except RankError as e:
             self.fail(str(e))
+            self._stay(keys)
             raise
         except RuntimeError as e:  # torch.distributed's errors are RuntimeErrors
             raise RankError(
@@ -135,6 +138,18 @@ class Peers:
             if self._store.check([f"{k}/heard" for k in keys.values()]):
                 return
             time.sleep(0.005)
+
+    def _stay(self, keys: Mapping[int, str]) -> None:
+        """After a failure as well: those that wait with the first rank are to hear what has failed, not that the store
+        is gone."""
+        try:
+            self._store.set(f"{keys[self.rank]}/told", "")
+            present = [f"{k}/told" for k in keys.values() if self._store.check([k])]
+            end = time.monotonic() + _LAST_NEWS
+            while self.rank == self.ranks[0] and time.monotonic() < end and not self._store.check(present):
+                time.sleep(0.005)
+        except RuntimeError as e:
+            logger.debug("could not wait for the other ranks: %s", e)
 
     def _missing(self, keys: Mapping[int, str]) -> str:
         return ranks_text([r for r, k in keys.items() if not self._store.check([k])])

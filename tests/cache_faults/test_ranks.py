@@ -87,6 +87,18 @@ def test_a_rank_that_is_killed_while_it_builds_is_named(tmp_path: Path, model: t
     assert [e.problem for e in verify(tmp_path / "cache")] == [None]
 
 
+def test_the_rank_that_holds_the_store_stays_until_others_know_who_is_missing(tmp_path: Path) -> None:
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def work(rank: int) -> Any:
+        return compiled_by(OwnGraph, tmp_path / "cache", (1.5, 4.0, 4.0)[rank], die if rank == 2 else None)
+
+    first, second, _ = results(3, work, tmp_path / "out", killed=(2,))
+    assert "rank 0 waited 2 s for rank 2 to finish" in first["error"]
+    assert "did not compile OwnGraph.forward: rank 0 waited 2 s for rank 2 to finish" in second["error"]
+
+
 def holding_back(rank: int, work: Callable[[int], Any]) -> Callable[[int], Any]:
     """`work`, in which ``rank`` comes late to the build locks."""
 

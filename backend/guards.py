@@ -163,11 +163,20 @@ def check_tensor(value: object, spec: InputSpec, device: str, name: str) -> torc
         and (value.stride() == spec.stride or same_layout(spec.shape, value.stride(), spec.stride))
     ):
         return value
-    expected = tensor_text(spec.dtype, spec.shape, spec.stride, device)
+    expected = tensor_text(spec.dtype, spec.shape, spec.stride, device) + _of_rank(spec)
     raise GuardError(
         f"{name}: expected {expected}, found {describe(value)}; a compiled method runs for exactly one shape and type"
         " of each tensor: pass that, or compile again with this one as example input"
     )
+
+
+def _of_rank(spec: InputSpec) -> str:
+    """What is said of a cache of which this rank of a layout has a part."""
+    if spec.held is None:
+        return ""
+    held = spec.held
+    return (f", entries {held.start} to {held.stop - 1} of dimension {held.dim} of {list(held.whole(spec.shape))}, "
+            "which this rank of the layout has of a cache for one die (`Compiled.of_rank` cuts the caches of a call)")
 
 
 @overload
@@ -190,6 +199,16 @@ def laid_out(value: object, spec: InputSpec) -> object:
         return value
     copy = torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=value.device)
     return copy.copy_(value.detach())
+
+
+def of_one_die(value: object, spec: InputSpec, device: str, name: str) -> torch.Tensor:
+    """A copy of what a rank has of ``value``, a tensor for one die, as `spec` describes it. `GuardError`."""
+    assert spec.held is not None
+    shape = spec.held.whole(spec.shape)
+    if not isinstance(value, torch.Tensor) or not is_strided(value) or value.shape != shape:
+        raise GuardError(f"{name}: expected a tensor {list(shape)} for one die, found {describe(value)}")
+    part = spec.held.of(value)
+    return check_tensor(laid_out(part, spec), spec, device, name)
 
 
 def apply_view(value: torch.Tensor, spec: InputSpec, name: str) -> torch.Tensor:

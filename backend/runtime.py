@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import linecache
 import time
 import types
@@ -12,12 +14,21 @@ import torch
 
 from cannopy.backend.artifact import Artifact
 from cannopy.backend.call_check import CallCheck, mode, mode_text
-from cannopy.backend.guards import CallBinder, ConstantGuard, GuardError, LeafGuard, apply_view, check_tensor, laid_out
+from cannopy.backend.guards import (
+    CallBinder,
+    ConstantGuard,
+    GuardError,
+    LeafGuard,
+    apply_view,
+    check_tensor,
+    laid_out,
+    of_one_die,
+)
 from cannopy.backend.memory import Separation, extent
 from cannopy.backend.weights.binder import Change, FormatCast, WeightBinder, WeightMemory
 from cannopy.backend.weights.kept import KeptWeights
-from cannopy.fx_passes.paths import PathLookupError, compile_path
-from cannopy.fx_passes.program import OutputSpec
+from cannopy.fx_passes.paths import Path, PathLookupError, compile_path, parse_path
+from cannopy.fx_passes.program import InputSpec, OutputSpec
 
 Tensors = Sequence[torch.Tensor]
 Executor = Callable[[Tensors], Tensors]
@@ -55,6 +66,13 @@ class Weights(Protocol):
 
     def keep(self) -> None:
         """Put derived weights on disk where that was asked for. OSError."""
+
+
+def _cut(value: torch.Tensor, spec: InputSpec, device: torch.device | str, name: str) -> torch.Tensor:
+    """What a rank has of the cache ``value``; zeros on ``device`` where it is on the meta device."""
+    if value.is_meta:
+        return torch.zeros_like(of_one_die(value, spec, "meta", name), device=device)
+    return of_one_die(value, spec, value.device.type, name)
 
 
 class GeneratedModule:
@@ -182,15 +200,20 @@ class CompiledModel:
                 self._checks.append((made, unlike))
         return tensors
 
-    def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """The checked arguments of the generated method; what it writes is apart from all others."""
+    def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any], whole: bool = False) -> list[torch.Tensor]:
+        """The checked arguments of the generated method; what it writes is apart from all others.
+
+        ``whole``: caches of which this rank has a part are those of one die, of which copies of the part are taken.
+        """
         found = []
         for spec, resolve, name, device in self._arguments:
             try:
                 value = resolve(self._model, args, kwargs)
             except PathLookupError as e:
                 raise GuardError(f"{name}: expected a tensor; {e}") from e
-            if spec.kind == "argument" and not spec.mutated:
+            if whole and spec.held is not None:
+                value = of_one_die(value, spec, device, name)
+            elif spec.kind == "argument" and not spec.mutated:
                 value = laid_out(value, spec)
             found.append(apply_view(check_tensor(value, spec, device, name), spec, name))
         self._check_overlap(found)
@@ -205,6 +228,31 @@ class CompiledModel:
                 value = laid_out(value, spec)
             tensors[i] = apply_view(value, spec, name)
         return tensors
+
+    def of_rank(self, args: tuple[Any, ...], kwargs: dict[str, Any],
+                device: torch.device | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A call for one die with the caches that this rank has a part of cut to it: see `Compiled.of_rank`."""
+        args, kwargs = self._binder.bind(args, kwargs)
+        tensors: dict[int, Any] = {}
+        for spec, resolve, name, place in self._arguments:
+            with contextlib.suppress(PathLookupError):  # a static cache that has no tensors yet
+                value = resolve(self._model, args, kwargs)
+                if isinstance(value, torch.Tensor):
+                    cut = spec.held is not None and value.shape != spec.shape
+                    tensors[id(value)] = _cut(value, spec, device or place, name) if cut else value
+        return copy.deepcopy((args, kwargs), tensors)
+
+    def heads(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, int]:
+        """{id of the object that holds a cache: heads of this rank} of a call, for caches of which it has a part."""
+        args, kwargs = self._binder.bind(args, kwargs)
+        found = {}
+        for spec, *_ in self._arguments:
+            if spec.held is not None:
+                path = parse_path(spec.source)
+                with contextlib.suppress(PathLookupError):
+                    holder = Path(path.root, path.steps[:-1]).resolve(self._model, args, kwargs)
+                    found[id(holder)] = spec.held.stop - spec.held.start
+        return found
 
     def executor(self) -> Executor:
         """What runs the graph, after the weights were brought up to date."""
@@ -227,8 +275,9 @@ class CompiledModel:
         self._weights.refresh(self._generated.instance)
 
     def trial(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """The arguments of a run that changes nothing of the user's: what the graph writes is copied first."""
-        tensors = self.tensors(args, kwargs)
+        """The arguments of a run on the example, which changes nothing of the user's: what the graph writes is copied
+        first."""
+        tensors = self.tensors(args, kwargs, whole=True)
         for i in self._writes:
             copy = torch.empty_strided(
                 tensors[i].shape, tensors[i].stride(), dtype=tensors[i].dtype, device=tensors[i].device

@@ -72,11 +72,24 @@ class Compiled:
         self.report = dataclasses.replace(self.report, weights=dataclasses.asdict(weights.memory))
         return weights.report
 
+    def of_rank(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call ``(args, kwargs)`` for one die as this rank makes it: with its part of caches that hold heads.
+
+        Where ``attn_tp`` cuts heads of keys and values, the caches are copies of this rank's heads of the given ones,
+        zeros where those are on the meta device; the objects that hold them are copied, all other tensors are those
+        given. Caches that are cut already and `transformers` caches without tensors stay as they are.
+
+        Raises:
+            cannopy.backend.guards.GuardError: a cache has neither the shape for one die nor that of the part.
+        """
+        return self.model.of_rank(args, kwargs, self._device)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return self.model(*args, **kwargs)
         except GuardError:  # nothing has run yet; a new static cache has no tensors before its first use
-            if not state.prepare_state(self._eager, args, kwargs, self.model.artifact.method, self._device):
+            heads = self.model.heads(args, kwargs)
+            if not state.prepare_state(self._eager, args, kwargs, self.model.artifact.method, self._device, heads):
                 raise
         return self.model(*args, **kwargs)
 
@@ -101,7 +114,8 @@ def compile(
     Args:
         model: any ``torch.nn.Module``; it is not changed.
         method: the method to compile.
-        example_inputs: positional arguments of one call; shapes, dtypes and plain values are fixed by them.
+        example_inputs: positional arguments of one call; shapes, dtypes and plain values are fixed by them. With
+            ``options.parallel`` they are those of one die (`Compiled.of_rank`).
         example_kwargs: keyword arguments of that call (a Hugging Face ``StaticCache`` among them).
         options: see `Options`; the default compiles for Atlas A3.
 
@@ -121,9 +135,9 @@ def compile(
         cannopy.fx_passes.parallel.ParallelError: the model cannot be spread as ``options.parallel`` says, or the world
             of torch.distributed has another size.
     """
-    options = options or Options()
-    with layouts.world_of(options):
-        return _compile(model, method, example_inputs, dict(example_kwargs or {}), options)
+    options, kwargs = options or Options(), dict(example_kwargs or {})
+    with layouts.world_of(options), layouts.whole_caches(options, example_inputs, kwargs):
+        return _compile(model, method, example_inputs, kwargs, options)
 
 
 def _compile(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from cannopy.backend import process_groups
+from cannopy.frontend import state
+from cannopy.frontend.errors import CaptureError
 from cannopy.fx_passes.parallel import Layout
 from cannopy.options import Options
 
@@ -38,3 +41,22 @@ def world_of(options: Options) -> Iterator[Layout | None]:
     else:
         with process_groups.offline(layout):
             yield layout
+
+
+@contextmanager
+def whole_caches(options: Options, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Compile in the block for example arguments of one die, where ``attn_tp`` may cut the heads that caches hold.
+
+    `transformers` caches without tensors have none behind it: they get those of the rank in their first call.
+    A `CaptureError` says what the caches of the example have to be.
+    """
+    if options.parallel is None or options.parallel.attn_tp == 1:
+        yield
+        return
+    cure = f"with attn_tp={options.parallel.attn_tp}, caches of the example have all heads, as for one die"
+    try:
+        with state.left_alone(args, kwargs):
+            yield
+    except CaptureError as e:
+        cures = "; ".join(filter(None, (e.remedy, cure)))
+        raise CaptureError(e.reason, e.source_file, e.line, e.code, cures) from e

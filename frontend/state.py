@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,12 +27,13 @@ from .twin import fake_copy, on_meta
 
 def prepare_state(
     model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, method: str = "forward",
-    device: torch.device | None = None,
+    device: torch.device | None = None, heads: Mapping[int, int] | None = None,
 ) -> int:
     """Allocates the tensors of uninitialised static caches among the arguments; returns how many layers it touched.
 
     The shapes come from one run of the method on fake tensors, which computes nothing. The result equals what eager
-    would allocate: zeros, length 0. Layers that are initialised already are left alone.
+    would allocate: zeros, length 0. Layers that are initialised already are left alone. ``heads`` {id of a layer:
+    number} are those that a rank of a layout has where it has a part of them.
 
     Raises:
         CaptureError: a cache layer is still without tensors after that run, or the run fails.
@@ -47,8 +49,21 @@ def prepare_state(
                 f"layer {index} of the static cache ({type(layer).__name__}) gets no tensors from {method}",
                 remedy="check that the call passes the cache that the model uses, with use_cache=True",
             )
-        _initialise(layer, twin, device or (torch.device("meta") if on_meta(model) else None))
+        own = (heads or {}).get(id(layer), 0)
+        _initialise(layer, twin, device or (torch.device("meta") if on_meta(model) else None), own)
     return len(pending)
+
+
+@contextmanager
+def left_alone(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Static caches among the arguments that have no tensors now have none behind the block."""
+    before = [(layer, dict(vars(layer))) for layer in _static_layers(args, kwargs) if _uninitialised(layer)]
+    try:
+        yield
+    finally:
+        for layer, values in before:
+            vars(layer).clear()
+            vars(layer).update(values)
 
 
 def _static_layers(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
@@ -98,9 +113,10 @@ def _run_on_fakes(
     return list(twin_layers)
 
 
-def _initialise(layer: Any, twin: Any, device: torch.device | None) -> None:
+def _initialise(layer: Any, twin: Any, device: torch.device | None, heads: int) -> None:
     def empty_like(t: torch.Tensor, dim: int) -> torch.Tensor:
         shape = [0 if d == dim else n for d, n in enumerate(t.shape)]
+        shape[1] = heads or shape[1]
         return torch.empty(shape, dtype=t.dtype, device=device or t.device)
 
     with torch.no_grad():

@@ -8,7 +8,7 @@ mutated placeholder writes the value back.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -20,13 +20,32 @@ InputKind = Literal["argument", "parameter", "buffer", "state"]
 
 
 @dataclass(frozen=True)
+class Held:
+    """Entries ``start`` to ``stop`` - 1 of the ``size`` ones along ``dim`` of a tensor for one die: what a rank has."""
+
+    dim: int
+    start: int
+    stop: int
+    size: int
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """A view of these entries of ``whole``."""
+        return whole.narrow(self.dim, self.start, self.stop - self.start)
+
+    def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape for one die where a rank has ``shape``."""
+        return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
+
+
+@dataclass(frozen=True)
 class InputSpec:
     """What one placeholder of the graph is bound to at every call.
 
     ``source`` is a Python access path rooted at ``self`` (the module), ``args`` or ``kwargs``
     (those of the call), for example ``kwargs['cache'].layers[0].keys``.
     ``shape``, ``stride`` and ``dtype`` are those of the user's tensor; ``view`` is the shape that the graph
-    sees (a view of the same storage) or None when it is the tensor itself.
+    sees (a view of the same storage) or None when it is the tensor itself. ``held``: the part of the tensor for one
+    die that ``shape`` and ``stride`` are those of, where the graph is that of one rank and is called with a part.
     """
 
     name: str
@@ -37,6 +56,15 @@ class InputSpec:
     dtype: torch.dtype
     view: tuple[int, ...] | None = None
     mutated: bool = False
+    held: Held | None = None
+
+    def part(self, held: Held) -> InputSpec:
+        """The binding to that part of the tensor: dense, its dimensions in the order that they have in memory."""
+        shape = (*self.shape[: held.dim], held.stop - held.start, *self.shape[held.dim + 1 :])
+        stride, step = [0] * len(shape), 1
+        for dim in sorted(range(len(shape)), key=lambda d: (self.stride[d], -d)):
+            stride[dim], step = step, step * shape[dim]
+        return replace(self, shape=shape, stride=tuple(stride), held=held)
 
 
 @dataclass(frozen=True)

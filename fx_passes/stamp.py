@@ -87,7 +87,7 @@ class _Stamp:
             if first not in self.by_name or template not in self.by_name:
                 raise StampError(f"input {template} was removed")
             a, b = self.specs[first], self.specs[template]
-            if (a.kind, a.view, a.mutated) != (b.kind, b.view, b.mutated):
+            if (a.kind, a.view, a.mutated, a.held) != (b.kind, b.view, b.mutated, b.held):
                 raise StampError(f"{a.source} and {b.source} are seen in different ways", self.by_name[template])
             self._pair(self.by_name[first], self.by_name[template])
         entries: dict[tuple[Any, ...], WeightEntry] = {(e.sources, e.recipe, e.nz): e for e in self.program.weights}
@@ -193,7 +193,8 @@ class _Stamp:
         new = self.graph.placeholder(wish.name if wish is not None else _weight_name(node.name, copy))
         new.target = new.name
         if wish is not None and spec is not None:
-            self.program.inputs.append(replace(wish, name=new.name, view=spec.view, mutated=spec.mutated))
+            own = wish if spec.held is None else wish.part(spec.held)
+            self.program.inputs.append(replace(own, name=new.name, view=spec.view, mutated=spec.mutated))
         elif entry is not None:
             names = {a.name: b.name for a, b in made.items() if a.op == "placeholder"}
             sources = tuple(names.get(s, s) for s in entry.sources)

@@ -18,9 +18,9 @@ import torch
 from cannopy.backend.artifact import Artifact, CallForm, Fingerprint
 from cannopy.backend.cache.text import place
 from cannopy.backend.emit import Attribute, EmittedModule
-from cannopy.fx_passes.program import InputSpec, OutputSpec, WeightEntry
+from cannopy.fx_passes.program import Held, InputSpec, OutputSpec, WeightEntry
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST, SOURCE, CONSTANTS, LOG, TORCHAIR = "manifest.json", "module.py", "constants.pt", "build.log", "torchair"
 
 Reader = Callable[[str], bytes]
@@ -188,6 +188,7 @@ def _input(raw: Mapping[str, Any]) -> InputSpec:
     values["dtype"] = dtype(values["dtype"])
     for k in ("shape", "stride", "view"):
         values[k] = None if values[k] is None else tuple(values[k])
+    values["held"] = None if values["held"] is None else Held(**values["held"])
     return InputSpec(**values)
 
 

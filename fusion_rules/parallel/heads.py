@@ -1,8 +1,9 @@
 """y = attention(heads) Woᵀ  →  all_reduce(attention(heads r) Wo[:, r]ᵀ) over attn_tp, for latent attention.
 
 Parts by heads go up from the output projection: W_UV, the attention kernel, W_UK and W_UQ, or W_Q and the expansion
-of latents in a naive prompt. Latents, their caches and the indexer stay whole: all heads read the same ones. Every rank
-of a group calls the graph with the same inputs. Attention whose caches have heads of their own is refused.
+of latents in a naive prompt. Latents, their caches and the indexer stay whole: all heads read the same ones. Heads of
+keys, which several query heads share, are cut with them, and so are the caches that hold them (`caches`). Every rank of
+a group calls the graph with the same inputs but for these caches.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, cast
 
 from torch import fx
 
+from cannopy.fusion_rules.parallel.caches import Caches, own_keys
 from cannopy.fusion_rules.parallel.narrow import Handler, Narrow, Pieces, elementwise, total
 from cannopy.fusion_rules.parallel.places import (
     attentions_behind,
@@ -34,7 +36,8 @@ PROLOG = "npu::npu_mla_prolog_v3_functional"
 PRODUCT = "npu::npu_transpose_batchmatmul"
 ROTARY = ("cannopy::rotary", "npu::npu_rotary_mul", "npu::npu_interleave_rope")
 
-_HEADS_AT: Mapping[str, tuple[int, int]] = {"TND": (1, 1), "TND_NTD": (1, 0), "BSND": (2, 2), "BNSD": (1, 1)}
+_HEADS_AT: Mapping[str, tuple[int, int]] = {
+    "TND": (1, 1), "TND_NTD": (1, 0), "BSND": (2, 2), "BNSD": (1, 1), "BNSD_BSND": (1, 2)}
 """Dimension of the heads in queries and in the result, by layout."""
 
 
@@ -50,8 +53,13 @@ def cut_projections(work: Work, kind: str, kernel: Handler) -> int:
     found = projections_of_attention(work.program, work.editor)
     for lost in without_projection(work.editor, found):
         raise error(work.layout, kind, lost, "no projection with a parameter for its matrix reads this attention")
+    caches = Caches(work)
+    narrow = Narrow(work, kind, None, _Attention().handlers(kernel) | caches.handlers())
     for node in found:
-        _cut(work, rows, part, node, Narrow(work, kind, None, _Attention().handlers(kernel)))
+        _cut(work, rows, part, node, narrow)
+    caches.write(narrow)
+    narrow.check(*found)
+    caches.finish()
     return len(found)
 
 
@@ -66,7 +74,6 @@ def _cut(work: Work, rows: Rows, part: Part, node: fx.Node, narrow: Narrow) -> N
     width = shape(x)[-1] // heads
     columns = [(first * width, end * width)]
     inner = narrow.of(x, -1, columns)
-    narrow.check(node)
     with editor.before(node):
         partial = editor.call(aten.linear.default, inner, narrow.weight(weight, 1, columns))
         editor.replace(node, rows.summed(partial, bias))
@@ -142,16 +149,25 @@ def fused(narrow: Narrow, item: fx.Node, dim: int, pieces: Pieces) -> fx.Node:
     _plain(narrow, node, ("pse_shift", "learnable_sink", "dequant_scale_query", "dequant_scale_key",
                           "dequant_scale_value", "quant_scale_out", "quant_scale_p", "dequant_scale_key_rope"))
     heads, kv = (cast(int, node.kwargs.get(k) or 0) for k in ("num_query_heads", "num_key_value_heads"))
-    args, named = [0], ["query_rope"]
-    if kv in (0, heads) and heads > 1:
-        args, named, kv = [0, 1, 2], ["query_rope", "key_rope"], total(pieces)
-        for key in node.args[1:3]:
-            _no_cache(narrow, node, cast(fx.Node, key))
-    elif kv != 1:
-        raise narrow.error(node, f"{heads} query heads share {kv} heads of keys, which caches hold: they would be cut")
-    new = _with_parts(narrow, node, _HEADS_AT[layout][0], pieces, args, named,
-                      num_query_heads=total(pieces), num_key_value_heads=kv)
+    kv, at = kv or heads, _HEADS_AT[layout][0]
+    parts: dict[int | str, tuple[int, Pieces]] = {0: (at, pieces), "query_rope": (at, pieces)}
+    if kv > 1:
+        keys = own_keys(narrow, node, heads, kv, pieces)
+        parts |= {name: _of_keys(node, x, at, kv, keys) for name, x in (
+            (1, node.args[1]), (2, node.args[2]), ("key_rope", node.kwargs.get("key_rope"))) if isinstance(x, fx.Node)}
+        kv = total(keys)
+    new = _with_parts(narrow, node, parts, num_query_heads=total(pieces), num_key_value_heads=kv)
     return narrow.editor.item(new, 0)
+
+
+def _of_keys(node: fx.Node, key: fx.Node, at: int, kv: int, keys: Pieces) -> tuple[int, Pieces]:
+    """Where the heads of ``keys`` stand in keys or values: those in a paged cache lie side by side in its rows."""
+    if node.kwargs.get("block_table") is None:
+        return at, keys
+    if len(shape(key)) == 4:
+        return 1, keys
+    width = shape(key)[-1] // kv
+    return 2, tuple((a * width, b * width) for a, b in keys)
 
 
 def fused_of(narrow: Narrow, item: fx.Node, dim: int) -> tuple[fx.Node, str]:
@@ -163,24 +179,19 @@ def fused_of(narrow: Narrow, item: fx.Node, dim: int) -> tuple[fx.Node, str]:
     return node, layout
 
 
-def _with_parts(narrow: Narrow, node: fx.Node, at: int, pieces: Pieces, args: Sequence[int], named: Sequence[str],
+def _with_parts(narrow: Narrow, node: fx.Node, parts: Mapping[int | str, tuple[int, Pieces]],
                 **changed: object) -> fx.Node:
-    """The kernel with parts of these arguments; all others are read once those are cut, which may have moved caches."""
-    parts = {i: narrow.of(cast(fx.Node, node.args[i]), at, pieces) for i in args}
-    ropes = {k: narrow.of(cast(fx.Node, node.kwargs[k]), at, pieces) for k in named if node.kwargs.get(k) is not None}
-    given = [parts.get(i, arg) for i, arg in enumerate(node.args)]
-    new = narrow.editor.call(node.target, *given, **{**node.kwargs, **ropes, **changed})
+    """The kernel with parts of these arguments, by place or name; all others are read once those are cut, which may
+    have moved caches."""
+    given = [*node.args]
+    for i in [i for i in parts if isinstance(i, int)]:
+        given[i] = narrow.of(cast(fx.Node, node.args[i]), *parts[i])
+    named = {k: narrow.of(cast(fx.Node, node.kwargs[k]), *where) for k, where in parts.items()
+             if isinstance(k, str) and node.kwargs.get(k) is not None}
+    new = narrow.editor.call(node.target, *(given[i] if i in parts else arg for i, arg in enumerate(node.args)),
+                             **{**node.kwargs, **named, **changed})
     legal(narrow.work, narrow.kind, new)
     return new
-
-
-def _no_cache(narrow: Narrow, node: fx.Node, key: fx.Node) -> None:
-    """Keys with heads of their own are cut only where they are computed in this call, not where a cache holds them."""
-    while key.op == "call_function" and key.target in (aten.reshape.default, aten.permute.default, aten.slice.Tensor):
-        key = cast(fx.Node, key.args[0])
-    written = key.target in (aten.index_copy.default, aten.slice_scatter.default)
-    if node.kwargs.get("block_table") is not None or key.op == "placeholder" or written:
-        raise narrow.error(node, f"keys of each head are read from a cache ({key.name}), which would have to be cut")
 
 
 def _sparse(narrow: Narrow, item: fx.Node, dim: int, pieces: Pieces) -> fx.Node:
@@ -189,7 +200,7 @@ def _sparse(narrow: Narrow, item: fx.Node, dim: int, pieces: Pieces) -> fx.Node:
     if index != 0 or dim != at:
         raise narrow.error(node, f"output {index} of sparse attention has no heads in dimension {dim}")
     _plain(narrow, node, ("sinks",))
-    return narrow.editor.item(_with_parts(narrow, node, at, pieces, [0], ["query_rope"]), 0)
+    return narrow.editor.item(_with_parts(narrow, node, {0: (at, pieces), "query_rope": (at, pieces)}), 0)
 
 
 def _product(narrow: Narrow, node: fx.Node, dim: int, pieces: Pieces) -> fx.Node:

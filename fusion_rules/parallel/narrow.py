@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from torch import fx
@@ -28,27 +28,31 @@ Handler = Callable[["Narrow", fx.Node, int, Pieces], fx.Node]
 
 class Narrow:
     """Makes parts for the cut of ``kind``. ``rows`` are the tokens that the projections read: more than ``node`` has
-    where they are gathered first. ``extra`` are handlers of further operators by target."""
+    where they are gathered first. ``extra`` are handlers of further operators by target. ``seen``: all that was cut."""
 
     def __init__(self, work: Work, kind: str, rows: Rows | None = None,
                  extra: Mapping[Any, Handler] | None = None) -> None:
         self.work, self.editor, self.kind, self.rows = work, work.editor, kind, rows
         self.handlers: dict[Any, Handler] = {**_handlers(), **(extra or {})}
         self._made: dict[tuple[fx.Node, int, Pieces], fx.Node] = {}
-        self._seen: set[fx.Node] = set()
+        self.seen: set[fx.Node] = set()
 
     def of(self, node: fx.Node, dim: int, pieces: Sequence[Piece]) -> fx.Node:
         """``node`` with only ``pieces`` of dimension ``dim``, in that order."""
         key = node, dim % len(shape(node)), tuple(pieces)
         if key not in self._made:
             if node.op == "placeholder":
-                self._made[key] = self.weight(node, key[1], pieces)
+                self._made[key] = self.handlers["placeholder"](self, node, key[1], key[2])
             else:
                 handler = self.handlers.get(node.target, elementwise if pointwise(node) else _unknown)
                 with self.editor.before(node):
                     self._made[key] = handler(self, node, key[1], key[2])
-                self._seen.add(node)
+                self.seen.add(node)
         return self._made[key]
+
+    def cuts(self) -> Iterator[tuple[fx.Node, int, Pieces]]:
+        """What was made so far: node, dimension and pieces."""
+        yield from self._made
 
     def weight(self, node: fx.Node, dim: int, pieces: Sequence[Piece]) -> fx.Node:
         """Pieces of a weight, also of a transposed one."""
@@ -71,9 +75,9 @@ class Narrow:
 
     def check(self, *consumers: fx.Node) -> None:
         """`ParallelError` where a value that was cut is read by more than ``consumers``: it would be left whole."""
-        for node in self._seen:
+        for node in self.seen:
             for user in node.users:
-                if user not in self._seen and user not in consumers:
+                if user not in self.seen and user not in consumers:
                     raise self.error(node, f"{user.name} reads all of {node.name}, which is spread over dies")
 
     def error(self, node: fx.Node, text: str) -> Exception:
@@ -124,17 +128,24 @@ def elementwise(narrow: Narrow, node: fx.Node, dim: int, pieces: Pieces) -> fx.N
     return narrow.editor.call(node.target, *args, **kwargs)
 
 
+def reshaped(old: Sequence[int], new: Sequence[int], dim: int, pieces: Pieces) -> tuple[int, Pieces] | None:
+    """Where ``pieces`` of ``dim`` of a value of sizes ``old`` stand once it has ``new``; None where they are no parts
+    of one dimension."""
+    period, inner = math.prod(old[dim:]), math.prod(old[dim + 1 :])
+    for at in sorted(range(len(new)), key=lambda d: -new[d]):
+        block = math.prod(new[at + 1 :])
+        if math.prod(new[at:]) == period and all(edge * inner % block == 0 for piece in pieces for edge in piece):
+            return at, tuple((a * inner // block, b * inner // block) for a, b in pieces)
+    return None
+
+
 def _reshape(narrow: Narrow, node: fx.Node, dim: int, pieces: Pieces) -> fx.Node:
     x, new = cast(fx.Node, node.args[0]), list(shape(node))
     old = shape(x)
-    period, inner = math.prod(new[dim:]), math.prod(new[dim + 1 :])
-    for at in sorted(range(len(old)), key=lambda d: -old[d]):
-        block = math.prod(old[at + 1 :])
-        if math.prod(old[at:]) == period and all(edge * inner % block == 0 for piece in pieces for edge in piece):
-            break
-    else:
+    found = reshaped(new, old, dim, pieces)
+    if found is None:
         raise narrow.error(node, f"the parts of dimension {dim} of {list(new)} are no whole parts of {list(old)}")
-    part = narrow.of(x, at, [(a * inner // block, b * inner // block) for a, b in pieces])
+    part = narrow.of(x, *found)
     new[dim] = total(pieces)
     if dim == 0 and narrow.factor > 1:
         return _unknown(narrow, node, dim, pieces)
@@ -176,12 +187,13 @@ def _item(narrow: Narrow, node: fx.Node, dim: int, pieces: Pieces) -> fx.Node:
     """An output of an operator with several: the handler of that operator gets the node that picks it."""
     source = cast(fx.Node, node.args[0])
     handler = narrow.handlers.get(source.target, _unknown)
-    narrow._seen.add(source)
+    narrow.seen.add(source)
     return handler(narrow, node, dim, pieces)
 
 
 def _handlers() -> dict[Any, Handler]:
     found: dict[Any, Handler] = {
+        "placeholder": Narrow.weight,
         aten.linear.default: _linear, aten.reshape.default: _reshape, aten.view.default: _reshape,
         aten.permute.default: _permute, aten.slice.Tensor: _slice, aten.cat.default: _cat,
         aten._to_copy.default: _same, aten.clone.default: _same, operator.getitem: _item,

@@ -108,10 +108,11 @@ def check(case: Case, parallel: str, joint: Mapping[Any, Any] | None = None) -> 
         picks = in_order([recorder.picks for recorder in recorders])
         for recorder in recorders:
             recorder.picks = picks
-    both = list(zip(calls, programs, found, recorders, strict=True))[:: len(programs) - 1]
+    both = list(zip(calls, programs, recorders, range(len(programs)), strict=True))[:: len(programs) - 1]
+    groups = [range(at - at % same, at - at % same + same) for *_, at in both]
     return [
-        _Ran(case, args, program, rank, recorder).check(program)
-        for args, program, rank, recorder in both
+        _Ran(case, args, found[at], recorder, [(programs[i], found[i]) for i in group]).check(program)
+        for (args, program, recorder, at), group in zip(both, groups, strict=True)
     ]
 
 
@@ -130,17 +131,19 @@ def in_order(ranks: Sequence[Sequence[Pick]]) -> list[Pick]:
 
 
 def values(case: Case, program: Program, args: Call) -> dict[str, torch.Tensor]:
-    """The inputs of ``program`` by name in that call."""
+    """The inputs of ``program`` by name in that call, of caches the part that its rank has."""
     found = {s.name: compile_path(s.source)(case.model, args, {}).detach() for s in program.inputs}
+    found |= {s.name: s.held.of(found[s.name]).contiguous() for s in program.inputs if s.held is not None}
     return {s.name: found[s.name] if s.view is None else found[s.name].view(s.view) for s in program.inputs}
 
 
 class _Ran(GraphParity):
-    """Compares what a rank gave already."""
+    """Compares what a rank gave already; caches have the parts of all in its ``group``."""
 
-    def __init__(self, case: Case, args: Call, program: Program, rank: lockstep.Rank, recorder: Recorder) -> None:
-        super().__init__(case.model, case.method, args, {}, program.inputs)
-        self._rank, self._recorder = rank, recorder
+    def __init__(self, case: Case, args: Call, rank: lockstep.Rank, recorder: Recorder,
+                 group: Sequence[tuple[Program, lockstep.Rank]]) -> None:
+        super().__init__(case.model, case.method, args, {}, group[0][0].inputs)
+        self._rank, self._recorder, self._group = rank, recorder, group
 
     def check(self, program: Program) -> ParityReport:
         """As `GraphParity.check`."""
@@ -151,8 +154,11 @@ class _Ran(GraphParity):
         from cannopy.parity.graph import _results
 
         args = copy.deepcopy(self.args)
-        for spec in program.inputs:
-            if spec.mutated:
-                compile_path(spec.source)(self.model, args, {}).copy_(self._rank.inputs[spec.name].view(spec.shape))
+        for cut, rank in self._group:
+            for spec in cut.inputs:
+                if spec.mutated:
+                    whole = compile_path(spec.source)(self.model, args, {})
+                    own = whole if spec.held is None else spec.held.of(whole)
+                    own.copy_(rank.inputs[spec.name].view(spec.shape))
         result = outputs.builder(program.output)(self._rank.outputs, self.model, args, {})
         return Values(_results(result), self._state(self.model, args, {}))

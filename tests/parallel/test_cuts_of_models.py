@@ -62,6 +62,6 @@ def test_heads_refused() -> None:
     parameters = {spec.name for spec in latents.inputs}
     read = {e.recipe for e in latents.weights if any("kv_b" in s and s in parameters for s in e.sources)}
     assert read == {"w[0][768:1024]"}
-    queries = ranks.serving("qwen2.5").program
-    with pytest.raises(ParallelError, match="4 query heads share 2 heads of keys, which caches hold"):
-        ranks.cut(queries, "attn_tp=2", 0)
+    odd = ranks.serving("qwen2.5", num_attention_heads=6, num_key_value_heads=2, hidden_size=768).program
+    with pytest.raises(ParallelError, match="6 query heads share 2 heads of keys: neither 2 / 3 nor 3 / 2"):
+        ranks.cut(odd, "attn_tp=3", 0)

@@ -28,7 +28,7 @@ class Requests:
         block_size: tokens per block.
         seed: of the order of the blocks.
         spare: blocks of the cache that belong to no request, besides block 0.
-        dies: how many share the rows of the cache: ``cache`` has room for those of one.
+        dies: how many share the rows of the cache: ``cache`` has room for those of one, two blocks at least.
 
     ``table`` is the block table, int32 ``[requests, blocks_each]``. ``lengths`` counts each request's tokens in the
     cache; an engine that rejects drafts sets them back, and the next step overwrites the rows behind them.
@@ -50,7 +50,7 @@ class Requests:
         order = torch.randperm(blocks, generator=torch.Generator().manual_seed(self.seed)) + 1
         owned = order[: self.requests * self.blocks_each].int()
         self.table = owned.view(self.requests, self.blocks_each)
-        self.cache = self.model.new_cache(-(-(blocks + 1) // self.dies), self.block_size)
+        self.cache = self.model.new_cache(max(2, -(-(blocks + 1) // self.dies)), self.block_size)
         self.lengths = [0] * self.requests
 
     @property

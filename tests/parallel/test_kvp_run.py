@@ -73,6 +73,12 @@ def test_rows_of_all_dies_are_those_of_the_whole_cache() -> None:
         assert (sum(tokens) if "cache" in one.phase else tokens[0]) == one.compiled.tokens
 
 
+def test_a_cache_has_two_blocks() -> None:
+    """npu_kv_rmsnorm_rope_cache takes no fewer."""
+    requests = replace(whole(), part=CachePart(16, 3)).new_requests()
+    assert {t.shape[0] for _, t in serving.tensors(requests.cache)} == {2}
+
+
 @pytest.mark.parametrize(("change", "words"), [
     (lambda rows, slots, part: rows[part.rows(slots[part.has(slots)])].zero_(), None),
     (lambda rows, slots, part: rows.__setitem__(part.rows(slots[part.has(slots)]), 0.0), "error"),

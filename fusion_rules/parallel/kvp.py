@@ -166,8 +166,8 @@ class _Split:
             index = self._index(writer)
             if index is None or cache not in writer.all_input_nodes:
                 raise error(self.work.layout, KIND, writer, f"{writer.name} writes {cache.name}: only MLA prologs and "
-                            "norms with rotation into paged caches are spread; cannopy explain, without a layout, tells "
-                            "what did not fuse")
+                            "norms with rotation into paged caches are spread; cannopy explain, without a layout, "
+                            "tells what did not fuse")
             writers[writer] = cache
             for x in (cache, value):
                 self._check(x, {copy, writer})

@@ -72,6 +72,11 @@ class Compiled:
         self.report = dataclasses.replace(self.report, weights=dataclasses.asdict(weights.memory))
         return weights.report
 
+    @property
+    def cuts_caches(self) -> bool:
+        """Whether this rank has a part of a cache: its call is not that for one die."""
+        return any(spec.held is not None for spec in self.model.artifact.inputs)
+
     def of_rank(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call ``(args, kwargs)`` for one die as this rank makes it: with its part of caches that hold heads.
 

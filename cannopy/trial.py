@@ -127,13 +127,16 @@ def _run_generation(
 ) -> Trial:
     trial = Trial(loaded.name, _settings(case, options, phases, steps), list(loaded.notes))
     cache = case.new_cache()
-    forward: dict[Phase, Callable[..., Any]] = {}
+    forward: dict[Phase, cannopy.Compiled] = {}
     for phase in phases:
         call = case.prefill if phase == "prefill" else case.decode
         args, kwargs = call(case.ids(phase), cache)
-        forward[phase] = _compile(trial, loaded, phase, args, kwargs, options, progress)
+        forward[phase] = compiled = _compile(trial, loaded, phase, args, kwargs, options, progress)
+    if compiled.cuts_caches and "decode" not in phases:
+        trial.notes.append("no decode steps: eager mode needs what is in the caches of other dies.")
+        steps = 0
     with progress(f"running {case.prefill_tokens} prompt tokens and {steps} decode steps"):
-        ours = generation.generate(case, forward, cache, steps)
+        ours = generation.generate(case, forward, cache, steps, of_rank=compiled.of_rank)
     with progress("the same in eager mode, in its dtype and in float64, with the same picks"):
         trial.parity, plain = generation.check(case, ours)
     _note_times(trial, ours, "")
@@ -198,11 +201,14 @@ def _run_serving(
     }
     trial = Trial(loaded.name, settings, list(loaded.notes))
     if case.part != WHOLE and "decode" not in phases:
-        trial.notes.append("no decode steps: eager mode needs the rows of the cache that are on other dies.")
+        trial.notes.append("no decode steps: eager mode needs what is in the caches of other dies.")
         steps = 0
     forward = {phase: _compile(trial, loaded, phase, *case.inputs(phase), options, progress) for phase in phases}
+    requests = case.new_requests()
+    call = *case.inputs(phases[0])[0][:-1], requests.cache
+    requests.cache = forward[phases[0]].of_rank(*call)[0][-1]
     with progress(f"running {case.batch} prompts and {steps} decode steps of {1 + case.next_n} tokens per request"):
-        ours = serving.generate(case, forward, case.new_requests(), steps)
+        ours = serving.generate(case, forward, requests, steps)
     with progress("the same in eager mode, in its dtype and in float64, with the same picks"):
         trial.parity, plain = serving.check(case, ours)
     _note_times(trial, ours, "")
@@ -226,9 +232,14 @@ def _run_call(loaded: LoadedModel, options: Options, phase: Phase, progress: Pro
     trial.note(phase, compiled)
     with progress("running it, in eager mode and in float64 with the same picks"):
         trial.parity, trial.seconds["call"], trial.seconds["eager_call"] = call_parity.check(
-            loaded.model, method, compiled, args, kwargs, phase
+            loaded.model, method, lambda *a, **k: _as_rank(compiled, a, k), args, kwargs, phase
         )
     return trial
+
+
+def _as_rank(compiled: cannopy.Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    args, kwargs = compiled.of_rank(*args, **kwargs)
+    return compiled(*args, **kwargs)
 
 
 def _note_times(trial: Trial, steps: Sequence[generation.Step | serving.Step], prefix: str) -> None:

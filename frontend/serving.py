@@ -23,11 +23,14 @@ SPARE_BLOCKS = 2
 class CachePart:
     """The rows of a paged cache that a die has: those of slots that are ``rank`` modulo ``size``, the first one first.
 
-    The default has all of them. Block 0 is that of no request on every die.
+    Of caches [blocks, block size, heads, …] with several heads it has part ``group`` of ``groups`` equal ones, or the
+    one head that it shares with others. The default has all of them. Block 0 is that of no request on every die.
     """
 
     size: int = 1
     rank: int = 0
+    groups: int = 1
+    group: int = 0
 
     def has(self, slots: Tensor) -> Tensor:
         """Bool [tokens]: which of ``slots`` [tokens] are on this die."""
@@ -39,7 +42,14 @@ class CachePart:
 
     def of(self, whole: Tensor) -> Tensor:
         """This die's rows of a whole cache [blocks, block size, …]: a view [rows, …]."""
-        return whole.flatten(0, 1)[self.rank :: self.size]
+        return self.heads(whole.flatten(0, 1))[self.rank :: self.size]
+
+    def heads(self, rows: Tensor) -> Tensor:
+        """This die's heads of rows [rows, …] of a whole cache: a view."""
+        if rows.dim() < 3 or self.groups == 1:
+            return rows
+        first, end = (i * rows.shape[1] // self.groups for i in (self.group, self.group + 1))
+        return rows[:, first : max(end, first + 1)]
 
 
 WHOLE = CachePart()
@@ -53,7 +63,7 @@ class ServingCase:
     A decode step reads ``1 + next_n`` tokens per request. ``max_cache_len`` is what each request's blocks hold at
     least. ``seed`` chooses token ids, prompt lengths and the order of blocks. The packed row of a prefill has
     ``least_packed`` tokens at least: ranks that compute together have rows of one length. The cache has the rows of
-    ``part``. The methods are ``prefill`` and ``decode``.
+    ``part``, and all heads: `cannopy.Compiled.of_rank` cuts them. The methods are ``prefill`` and ``decode``.
     """
 
     model: ServingModel
@@ -74,6 +84,12 @@ class ServingCase:
                 f"a prompt of {self.prefill_tokens} tokens and a step of {1 + self.next_n} need a cache of at least "
                 f"{self.prefill_tokens + 1 + self.next_n} tokens per request, not {self.max_cache_len}"
             )
+
+    @property
+    def cache_heads(self) -> int:
+        """Heads that the model's caches hold; 1 where all heads read the same rows."""
+        pages = vars(self.model.new_cache(1, ALIGNMENT).layers[0]).values()
+        return max(t.shape[2] if t.dim() == 4 else 1 for t in pages if isinstance(t, Tensor))
 
     @property
     def prompt_lengths(self) -> list[int]:

@@ -69,12 +69,16 @@ def layout_of(args: argparse.Namespace) -> Layout | None:
 
 
 def with_part(loaded: LoadedModel, layout: Layout | None) -> LoadedModel:
-    """``loaded`` with the caches that a die of ``layout`` is called with: of kvp, a part of the rows."""
+    """``loaded`` with the caches that a die of ``layout`` is called with: of kvp, a part of the rows, of attn_tp a part
+    of the heads."""
     from cannopy.frontend.serving import CachePart, ServingCase
 
-    if layout is None or layout.parallel.kvp == 1 or not isinstance(loaded.case, ServingCase):
+    if layout is None or not isinstance(loaded.case, ServingCase):
         return loaded
-    case = replace(loaded.case, part=CachePart(layout.parallel.kvp, layout.position("kvp")))
+    part = CachePart(layout.parallel.kvp, layout.position("kvp"))
+    if layout.parallel.attn_tp > 1 and loaded.case.cache_heads > 1:
+        part = replace(part, groups=layout.parallel.attn_tp, group=layout.position("attn_tp"))
+    case = replace(loaded.case, part=part)
     return replace(loaded, case=case, make_inputs=case.inputs)
 
 

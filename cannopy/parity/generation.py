@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from cannopy.frontend.generation import GenerationCase, Phase
+from cannopy.frontend.generation import Call, GenerationCase, Phase, cache_argument
 from cannopy.parity.measure import ErrorParity, Errors, ParityReport, PickParity, compare_picks, token_errors
 from cannopy.parity.picks import Choice, Pick, Recorder, Replay
 from cannopy.parity.reference import all_in_float64, dtype_of, in_float64, result_rows
@@ -31,11 +31,13 @@ class Step:
 
 
 def generate(
-    case: GenerationCase, forward: Mapping[Phase, Forward], cache: Any, steps: int, ids: torch.Tensor | None = None
+    case: GenerationCase, forward: Mapping[Phase, Forward], cache: Any, steps: int, ids: torch.Tensor | None = None,
+    of_rank: Callable[..., Call] | None = None,
 ) -> list[Step]:
     """Prefill with ``ids`` (the case's own when None), then ``steps`` greedy decode steps; picks are recorded.
 
-    A phase that ``forward`` lacks is run by the eager model.
+    A phase that ``forward`` lacks is run by the eager model. ``of_rank`` makes the first call of ``forward`` from that
+    for one die: with caches of which this rank has a part.
     """
     done: list[Step] = []
     phase: Phase = "prefill"
@@ -43,6 +45,9 @@ def generate(
     for _ in range(steps + 1):
         call = case.prefill if phase == "prefill" else case.decode
         args, kwargs = call(tokens, cache)
+        if of_rank is not None and phase in forward:
+            args, kwargs = of_rank(*args, **kwargs)
+            cache, of_rank = kwargs[cache_argument(case.model)], None
         start = time.perf_counter()
         with torch.no_grad(), Recorder() as recorder:
             out = forward.get(phase, case.model)(*args, **kwargs)

@@ -127,7 +127,8 @@ def _step(case: ServingCase, phase: Phase, inputs: tuple[Tensor, ...], cache: Pa
     logits, hidden = (value.detach().double() for value in out)
     rows: dict[str, list[Tensor]] = {}
     for name, tensor in tensors(cache):
-        rows.setdefault(name, []).append(tensor.flatten(0, 1).flatten(1)[at].double())
+        own_heads = case.part.heads(tensor.flatten(0, 1)) if whole else tensor.flatten(0, 1)
+        rows.setdefault(name, []).append(own_heads.flatten(1)[at].double())
     return Step(phase, inputs, real, {"logits": logits, "hidden": hidden[real]}, rows, seconds)
 
 
@@ -146,7 +147,7 @@ def _writes(case: ServingCase, before: Sequence[Tensor], cache: PagedCache,
     """A die with a part of the rows may write those of others anywhere into block 0, which no request owns."""
     found: dict[str, tuple[int, int, int]] = {}
     rows = case.part.rows(slots[case.part.has(slots)])
-    if case.part != WHOLE:
+    if case.part.size > 1:
         rows = torch.cat((torch.arange(case.block_size // case.part.size), rows)).unique()
     for old, (name, new) in zip(before, tensors(cache), strict=True):
         changed = _bits(old).ne(_bits(new)).any(-1)

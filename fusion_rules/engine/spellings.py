@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from cannopy.fusion_rules.engine.match import Match
+from cannopy.fusion_rules.engine.pattern import Any as Anything
 from cannopy.fusion_rules.engine.pattern import Literal, Number, Op, Pattern, op
 from cannopy.fusion_rules.engine.rule import Refusal
 from cannopy.fx_passes.graph import aten, dtype, is_call, shape
@@ -16,6 +17,9 @@ CAST = (aten._to_copy.default,)
 RESHAPE = (aten.reshape.default,)
 SWAP_HEADS = Literal([0, 2, 1, 3])
 """The dims of a permute between [B, N, S, D] and [B, S, N, D]."""
+INTERLEAVED = Anything(where=lambda interleaved: None if interleaved is True else "a rotation of halves",
+                       wants="a rotation of neighbouring pairs (rope_interleave=True)")
+"""The last argument of the dialect's rotary, where an operator takes pairs only."""
 
 
 def before_widening(value: fx.Node, narrow: torch.dtype) -> fx.Node:

@@ -17,9 +17,9 @@ from torch import fx
 
 from cannopy.fusion_rules.engine.legal import illegal
 from cannopy.fusion_rules.engine.match import Match
-from cannopy.fusion_rules.engine.pattern import Any, Literal, Number, Through, op
+from cannopy.fusion_rules.engine.pattern import Any, Number, Through, op
 from cannopy.fusion_rules.engine.rule import NEVER, Context, Refusal, Rule
-from cannopy.fusion_rules.engine.spellings import RESHAPE
+from cannopy.fusion_rules.engine.spellings import INTERLEAVED, RESHAPE
 from cannopy.fusion_rules.engine.stop import describe
 from cannopy.fusion_rules.lift.halves import doubled
 from cannopy.fusion_rules.rewrite import positions
@@ -28,14 +28,14 @@ from cannopy.fx_passes.graph import aten, is_call, shape
 from cannopy.fx_passes.strides import View, view
 
 OP = "npu_kv_rmsnorm_rope_cache_v2_functional"
-PART = Through(op(aten.slice.Tensor, op(aten.linear.default, Any(), Any()), Any(), Any(), Any(), Any()), over=RESHAPE,
+PART = Through(op(aten.slice.Tensor, op(aten.linear.default, Any(), Any(), rest=True), Any(), Any(), Any(), Any()), over=RESHAPE,
                name="pe")
 PATTERN = op(
     aten.index_copy.default,
     Any("rope_base"),
     Number("dim"),
     Any("index"),
-    Through(op("cannopy::rotary", PART, Any("cos"), Any("sin"), Literal(True), name="rotated"), over=RESHAPE),
+    Through(op("cannopy::rotary", PART, Any("cos"), Any("sin"), INTERLEAVED, name="rotated"), over=RESHAPE),
 )
 
 

@@ -119,8 +119,10 @@ def _down(match: Match, up: fx.Node, norm: fx.Node, key: Turned, tokens: int) ->
             cast(fx.Node, low),
             "the normalised latent of the queries is not that of a projection, as it is with q_lora_rank")
     linears = cast("tuple[fx.Node, ...]", (first, up, down))
-    if any(len(linear.args) > 2 for linear in linears):
-        return chain_refusal(match.anchor, "a projection has a bias, which the operator does not add")
+    biased = next((linear for linear in linears if len(linear.args) > 2), None)
+    if biased is not None:
+        return Refusal("a projection has a bias, which the operator does not add", biased, "operand",
+                       "projections without bias", describe(biased), "drop the bias (attention_bias=False)")
     inputs = [behind(linear.args[0]) for linear in (linears[0], linears[2])]
     if inputs[0] is not inputs[1]:
         return chain_refusal(down, "the query and the key/value chain read different hidden states")

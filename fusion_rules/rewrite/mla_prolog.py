@@ -18,7 +18,7 @@ from cannopy.fusion_rules.engine.legal import illegal
 from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Any, Literal, Number, Op, Pattern, Through, op
 from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
-from cannopy.fusion_rules.engine.spellings import RESHAPE, SWAP_HEADS, computed_weight, wrong_shape
+from cannopy.fusion_rules.engine.spellings import INTERLEAVED, RESHAPE, SWAP_HEADS, computed_weight, wrong_shape
 from cannopy.fusion_rules.engine.stop import describe
 from cannopy.fusion_rules.lift.halves import doubled
 from cannopy.fusion_rules.rewrite import positions
@@ -38,7 +38,7 @@ def _part(x: Pattern, prefix: str) -> Op:
 
 
 def _rotated(x: Pattern, name: str) -> Op:
-    return op("cannopy::rotary", x, Any("cos"), Any("sin"), Literal(True), name=name)
+    return op("cannopy::rotary", x, Any("cos"), Any("sin"), INTERLEAVED, name=name)
 
 
 def _tokens(x: Pattern) -> Pattern:

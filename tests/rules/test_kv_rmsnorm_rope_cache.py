@@ -19,7 +19,7 @@ from cannopy.fx_passes import normalise
 from cannopy.fx_passes.graph import Editor, aten, is_call
 from cannopy.fx_passes.program import Program
 from cannopy.models.lively import lively_
-from cannopy.models.parts import RMSNorm, rotate_interleaved
+from cannopy.models.parts import RMSNorm, rotate_halves, rotate_interleaved
 from tests.rules.support import Case, fresh, fuse, run, targets
 
 Tensor = torch.Tensor
@@ -205,6 +205,40 @@ def test_heads_of_another_attention_are_no_near_miss() -> None:
     log = fuse(program, RULES)
     assert "lift_rotary" in log.counts()
     assert log.misses == []
+
+
+def _changed(change: Callable[[nn.Module], None], **methods: Callable[..., object]) -> Case:
+    """The static form with another module or method."""
+    module = lively_(type("Changed", (Keys,), methods)(False, True), 0).bfloat16().eval()
+    change(module)
+    args = keys(False, True).args
+    program = capture(module, "forward", args, {})
+    normalise.run(program)
+    return Case(module, args, {}, program)
+
+
+def test_the_projection_may_have_a_bias() -> None:
+    def biased(module: nn.Module) -> None:
+        module.down = lively_(nn.Linear(H, 576), 1).bfloat16()
+
+    c = _changed(biased)
+    program = fresh(c)
+    assert fuse(program, RULES).counts()["kv_rmsnorm_rope_cache"] == 1
+    _agree(c, fresh(c), program)
+
+
+def test_a_rotation_of_halves_is_named() -> None:
+    def forward(self: nn.Module, x: Tensor, angles: Tensor, index: Tensor, latents: Tensor, ropes: Tensor) -> Tensor:
+        latent, rope = self.down(x).split([512, 64], dim=-1)
+        latents.index_copy_(2, index, self.norm(latent)[:, None])
+        angles = torch.cat((angles[..., :32],) * 2, dim=-1)
+        ropes.index_copy_(2, index, rotate_halves(rope, angles.cos(), angles.sin())[:, None])
+        return latents.sum() + ropes.sum()
+
+    program = fresh(_changed(lambda _: None, forward=forward))
+    (miss,) = fuse(program, RULES).misses
+    assert "expected a rotation of neighbouring pairs (rope_interleave=True), found a rotation of halves" in miss.reason
+    assert miss.remedy == "make it a rotation of neighbouring pairs (rope_interleave=True)"
 
 
 def test_refuses_sizes_of_other_models() -> None:

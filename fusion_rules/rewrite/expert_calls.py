@@ -237,9 +237,18 @@ def _skipped(match: Match, experts: Experts) -> Experts | Refusal:
                        "separately", shared, "dtype", str(dtype(experts.x)), str(dtype(shared)),
                        f"cast it to {describe(dtype(experts.x))} before the sum")
     if len(shared.users) != 1:
-        return _has_readers(shared, [match.anchor], "what is added",
+        read = _has_readers(shared, [match.anchor], "what is added",
                             "what is added to the experts' result has other readers: added separately")
+        return replace(read, remedy=_NORM_TAKES_IT) if _normed(match.anchor) else read
     return replace(experts, skip=shared)
+
+
+_NORM_TAKES_IT = "leave it: the sum with the residual becomes part of the norm that reads it (add_rms_norm)"
+
+
+def _normed(node: fx.Node) -> bool:
+    readers = [r for u in node.users for r in (u.users if is_call(u, aten.reshape.default) else (u,))]
+    return any(str(r.target) == "cannopy.rms_norm.default" for r in readers)
 
 
 def _has_readers(node: fx.Node, allowed: Sequence[fx.Node], what: str, reason: str) -> Refusal:

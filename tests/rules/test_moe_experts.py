@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from cannopy.fusion_rules import dialect
 from cannopy.fusion_rules.rewrite import moe_experts, moe_experts_batched, moe_gating_top_k, swiglu
 from tests.features import grouped_mm
 from tests.rules.moe_support import Tensor, Traced, assert_refused, block, captured, error, tokens, trace
@@ -360,6 +361,14 @@ def test_leaves_other_additions(body: Callable[..., object], reason: str) -> Non
     assert not reason or any(reason in m.reason for m in log.misses), log.misses
     for new, old in zip(after.run(), before.run(), strict=True):
         assert error(new, old.double()) < 2.0**-7
+
+
+def test_the_residual_is_left_to_the_norm() -> None:
+    dialect.register_all()
+    norm = torch.ops.cannopy.rms_norm.default
+    before = shared(lambda r, y: (norm(r + (s := y.neg()), y[0], 1e-6), s))
+    (miss,) = before.fused(RULES)[1].misses
+    assert "add_rms_norm" in miss.remedy
 
 
 @pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm"])

@@ -108,11 +108,22 @@ def from_fake_run(error: BaseException) -> CaptureError:
     """The refusal for an exception of an eager run on fake tensors, which looks for the shapes of a cache."""
     frames = list(traceback.extract_tb(error.__traceback__))
     where = provenance.innermost(frames)
-    remedy = EXPERTS_REMEDY if _in_experts(frames, where) else "run one eager step with this cache first"
+    if isinstance(error, ValueError) and where is not None and "raise" in where.code:
+        remedy = "the model refuses this call in eager mode too: call it as its message says"
+    else:
+        remedy = EXPERTS_REMEDY if _in_experts(frames, where) else "run one eager step with this cache first"
     head = (str(error) or type(error).__name__).splitlines()[0]
     return CaptureError.at(
         where, f"cannot find the shapes of the static cache without running the model: {head}", remedy
     )
+
+
+_LINEAR_STATE = re.compile(r"layers\[\d+\]\.has_previous_state$")
+"""What transformers' layers of linear attention keep in Python: whether they have read tokens."""
+_READ_FIRST = (
+    "this layer of the cache holds the state of linear attention or of a convolution, and notes in Python that it has "
+    "one: read the prompt in eager mode first, and compile the decode step with that cache"
+)
 
 
 def check_effects(effects: list[Effect]) -> None:
@@ -129,6 +140,8 @@ def check_effects(effects: list[Effect]) -> None:
     what = ", ".join(a if owner == a else f"{owner}.{a}" for a in effect.attributes) or owner
     others = f" (and {len(effects) - 1} more objects)" if len(effects) > 1 else ""
     remedy = _remedy_for_effect(owner, effect.attributes)
+    if any(_LINEAR_STATE.search(readable(e.owner)) for e in effects):
+        remedy = _READ_FIRST
     raise CaptureError.at(where, f"the method changes Python state that a graph cannot carry: {what}{others}", remedy)
 
 

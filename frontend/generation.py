@@ -9,6 +9,8 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
+from .errors import ModelSourceError
+
 Phase = Literal["prefill", "decode"]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """``(args, kwargs)`` of one call."""
@@ -66,13 +68,21 @@ class GenerationCase:
     def new_cache(self) -> Any:
         """An empty ``transformers.StaticCache`` for this model; its tensors come with `state.prepare_state`.
 
+        Raises `ModelSourceError` for a model that transformers has no static cache for.
+
         Layers with a window hold every token like the others: those of transformers that hold the window alone count
         their tokens in Python, which no graph can. The model's mask hides what is outside the window in both.
         """
         from transformers import StaticCache
         from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
-        cache = StaticCache(config=cast("Any", self.model).config, max_cache_len=self.max_cache_len)
+        try:
+            cache = StaticCache(config=cast("Any", self.model).config, max_cache_len=self.max_cache_len)
+        except KeyError as e:
+            raise ModelSourceError(
+                f"transformers has no static cache for layers of the type {e.args[0]!r} ({type(self.model).__name__}): "
+                "compile it from Python or from path.py:factory, with a cache of your own whose tensors keep their "
+                "storage") from e
         cache.layers = [StaticLayer(self.max_cache_len) if type(layer) is StaticSlidingWindowLayer else layer
                         for layer in cache.layers]
         return cache

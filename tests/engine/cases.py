@@ -270,6 +270,15 @@ def _weighted_norm(x: Tensor) -> Any:
     return F.layer_norm(x, (8,), w, w + 1)
 
 
+CONVOLUTION: dict[str, Program] = {
+    "depthwise": lambda x, w, b: F.conv1d(x, w, padding=3, groups=6),
+    "step of a state": lambda x, w, b: F.conv1d(x[..., -4:], w, b, groups=6),
+    "strided": lambda x, w, b: F.conv1d(x, w.expand(6, 2, 4), b, stride=2, padding=2, groups=3),
+    "dilated": lambda x, w, b: F.conv1d(x, w.expand(6, 6, 4), dilation=2),
+    "two dims": lambda x, w, b: F.conv2d(x[:, :, None], w[..., None, :3], b, padding=(0, 1), groups=6),
+}
+
+
 def _groups(tag: str, dtype: torch.dtype) -> list[Group]:
     def rows() -> tuple[Tensor, ...]:
         return _rand(8, 6, dtype=dtype), torch.tensor([5, 1, 7]), _rand(3, 6, dtype=dtype)
@@ -280,6 +289,9 @@ def _groups(tag: str, dtype: torch.dtype) -> list[Group]:
 
     def matrices() -> tuple[Tensor, ...]:
         return _rand(5, 16, dtype=dtype), _rand(16, 7, dtype=dtype), _rand(7, dtype=dtype)
+
+    def sequences() -> tuple[Tensor, ...]:
+        return _rand(2, 6, 9, dtype=dtype), _rand(6, 1, 4, dtype=dtype), _rand(6, dtype=dtype)
 
     def batches() -> tuple[Tensor, ...]:
         return _rand(3, 5, 16, dtype=dtype), _rand(3, 16, 7, dtype=dtype)
@@ -295,6 +307,7 @@ def _groups(tag: str, dtype: torch.dtype) -> list[Group]:
         Group(f"index-{tag}", INDEX, rows),
         Group(f"gather-{tag}", GATHER, places),
         Group(f"matrix-{tag}", MATRIX, matrices, product_ulps),
+        Group(f"convolution-{tag}", CONVOLUTION, sequences, dict.fromkeys(CONVOLUTION, 2)),
         Group(f"batched-{tag}", BATCHED, batches, {"baddbmm": 2}),
     ]
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from cannopy.frontend import sources
 from cannopy.frontend.capture import capture
-from cannopy.frontend.errors import ModelSourceError
+from cannopy.frontend.errors import CaptureError, ModelSourceError
 from cannopy.frontend.generation import GenerationCase
 from cannopy.frontend.state import prepare_state
 from cannopy.models import zoo
@@ -281,6 +281,33 @@ def test_layers_with_a_window_keep_all_tokens() -> None:
     prepare_state(case.model, args, kwargs)
     written = [spec.source for spec in capture(case.model, "forward", args, kwargs).inputs if spec.mutated]
     assert len([path for path in written if path.endswith((".keys", ".values"))]) == 4
+
+
+def test_state_that_is_noted_in_python_is_refused_with_its_cure() -> None:
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    config = Lfm2Config(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+                        num_key_value_heads=1, max_position_embeddings=64, layer_types=["conv", "full_attention"])
+    model = Lfm2ForCausalLM(config).eval()
+    args, kwargs = GenerationCase(model, 1, 8, 16).inputs("prefill")
+    prepare_state(model, args, kwargs)
+    with pytest.raises(CaptureError, match="read the prompt in eager mode first, and compile the decode step"):
+        capture(model, "forward", args, kwargs)
+
+
+def test_a_model_without_static_cache_is_refused() -> None:
+    from transformers import DeepseekV4Config, MiniMaxConfig, MiniMaxForCausalLM
+
+    model = nn.Linear(1, 1)
+    model.config = DeepseekV4Config(num_hidden_layers=1)  # type: ignore[assignment]
+    with pytest.raises(ModelSourceError, match="no static cache for layers of the type 'heavily_compressed_attention'"):
+        GenerationCase(model).new_cache()
+    own = MiniMaxForCausalLM(MiniMaxConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, head_dim=16,
+        num_key_value_heads=1, max_position_embeddings=64, num_local_experts=2, layer_types=["full_attention"]))
+    args, kwargs = GenerationCase(own, 1, 8, 16).inputs("prefill")
+    with pytest.raises(CaptureError, match=r"uses cache of its own(.|\n)*cure: the model refuses this call in eager"):
+        prepare_state(own, args, kwargs)
 
 
 def test_the_case_refuses_a_cache_that_is_too_short() -> None:

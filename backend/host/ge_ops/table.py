@@ -5,6 +5,7 @@ from __future__ import annotations
 from cannopy.backend.host.ge_ops import (
     binary,
     collectives,
+    convolution,
     fused_attention,
     fused_moe,
     fused_norm,
@@ -27,6 +28,7 @@ _FAMILIES = (
     index,
     scatter,
     matmul,
+    convolution,
     norm,
     fused_norm,
     fused_simple,

@@ -29,7 +29,7 @@ from cannopy.fusion_rules.parallel.tokens import Rows, after, error, legal
 from cannopy.fusion_rules.parallel.work import Work
 from cannopy.fx_passes.graph import aten, operator_named, shape
 
-KIND = "attn_tp"
+KIND, RULE = "attn_tp", "fused_infer_attention"
 FUSED = ("npu::npu_fused_infer_attention_score_v2", "air::npu_fused_infer_attention_score_v2")
 SPARSE = "npu::npu_sparse_flash_attention"
 PROLOG = "npu::npu_mla_prolog_v3_functional"
@@ -92,7 +92,13 @@ def _heads(narrow: Narrow, kernel: fx.Node) -> int:
     if called(kernel, [SPARSE]):
         return shape(cast(fx.Node, kernel.args[0]))[_HEADS_AT[str(kernel.kwargs.get("layout_query", "BSND"))][0]]
     raise narrow.error(kernel, f"{kernel.target} is not cut by heads; it was not fused into an attention of the "
-                               "device, `cannopy explain` says why")
+                               f"device, `cannopy explain` says why{_why_not_fused(narrow.work, kernel)}")
+
+
+def _why_not_fused(work: Work, kernel: fx.Node) -> str:
+    """What the fusion of attention has said of ``kernel``."""
+    places = [m for m in work.log.places() if m.rule == RULE and m.anchor == kernel.name] if work.log else []
+    return "".join(f": {m.reason} ({m.source}){f'; {m.remedy}' if m.remedy else ''}" for m in places[:1])
 
 
 @dataclass

@@ -73,6 +73,7 @@ class OwnRows:
             aten.linear.default: self._linear, aten.embedding.default: self._embedding, aten.cat.default: self._cat,
             aten.reshape.default: self._reshape, aten.slice.Tensor: self._slice, aten.permute.default: self._permute,
             aten._to_copy.default: self._elementwise, aten.native_layer_norm.default: self._layer_norm,
+            aten.sum.dim_IntList: self._reduced,
             operator.getitem: self.item,
         }
 
@@ -209,6 +210,15 @@ class OwnRows:
         if dim is None or None in parts or at % len(shape(node)) == dim:
             return None
         return self.editor.call(node.target, parts, at), dim
+
+    def _reduced(self, node: fx.Node) -> Own | None:
+        x, dims, keep = cast("tuple[fx.Node, list[int] | None, bool]", (*node.args, False)[:3])
+        dim = self.at(x)
+        over = [d % len(shape(x)) for d in dims or range(len(shape(x)))]
+        if dim is None or dim in over:
+            return None
+        new = self.editor.call(node.target, self.own[x][0], *node.args[1:], **node.kwargs)
+        return new, dim if keep else dim - sum(d < dim for d in over)
 
     def _elementwise(self, node: fx.Node) -> Own | None:
         behind = next((len(shape(x)) - d for x in node.all_input_nodes if (d := self.at(x)) is not None), None)

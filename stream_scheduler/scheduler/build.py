@@ -24,6 +24,7 @@ from cannopy.stream_scheduler.plan import (
 from cannopy.stream_scheduler.plan.apply import known
 from cannopy.stream_scheduler.plan.segments import Segment, segments
 from cannopy.stream_scheduler.scheduler import assemble, homes, layer
+from cannopy.stream_scheduler.scheduler.collectives import in_graph_order
 from cannopy.stream_scheduler.scheduler.fusing import Fuser
 from cannopy.stream_scheduler.scheduler.options import ScheduleOptions
 from cannopy.stream_scheduler.scheduler.prefetch import UNKNOWN_WEIGHTS
@@ -54,6 +55,7 @@ def schedule(graph: Schedule, machine: Machine, options: ScheduleOptions | None 
         return Plan(options.target)
     for pin in options.pins.nodes:
         _refuse_contradictions(pin, options)
+    graph = in_graph_order(graph, options.groups)
     work = _Work(graph, machine, options, fuser)
     work.run()
     return _checked(work, graph, machine, options)

@@ -7,9 +7,10 @@ run side by side only where both have room: on one stream, or under core limits 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 
-from cannopy.stream_scheduler.simulator import Task
+from cannopy.stream_scheduler.simulator import Schedule, Task
 
 EXCHANGES = frozenset({"moe_dispatch", "moe_combine"})
 RINGS = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all"})
@@ -17,6 +18,8 @@ MEETING = frozenset({"moe_init_routing"})
 """Kernels whose own cores wait for each other: the sort of the routing."""
 
 EVERYBODY = "the whole deployment"
+_UNEVEN = "cannopy.cp."
+"""How groups begin whose dies have graphs of other sizes each, and so other times: parts of a prompt."""
 
 
 def group_of(task: Task, groups: Mapping[str, str]) -> str | None:
@@ -25,6 +28,23 @@ def group_of(task: Task, groups: Mapping[str, str]) -> str | None:
     if task.name in groups:
         return groups[task.name]
     return EVERYBODY if task.load.kernel in EXCHANGES | RINGS else None
+
+
+def in_graph_order(graph: Schedule, groups: Mapping[str, str]) -> Schedule:
+    """``graph`` in which a collective also waits for the one of its group before it: dies whose graphs take other times
+    would be given other orders. Where dies differ by their layout, all collectives stand in one order."""
+    together = any(group.startswith(_UNEVEN) for group in groups.values())
+    last: dict[str, str] = {}
+    tasks = []
+    for task in graph.tasks:
+        group = groups.get(task.name)
+        if group is not None:
+            before = last.get(EVERYBODY if together else group)
+            if before is not None and before not in task.deps:
+                task = dataclasses.replace(task, deps=(*task.deps, before))
+            last[EVERYBODY if together else group] = task.name
+        tasks.append(task)
+    return dataclasses.replace(graph, tasks=tuple(tasks))
 
 
 def meets(task: Task, groups: Mapping[str, str]) -> bool:

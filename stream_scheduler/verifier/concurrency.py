@@ -96,9 +96,12 @@ def _exceeding(subject: Subject, group: tuple[str, ...], others: int, cores: Cal
 
 
 def collectives(subject: Subject) -> list[Violation]:
-    """Collectives of one group stand in one stream, so that every die starts them in the same order."""
+    """Collectives of one group stand in one stream and in the order of the graph, so that every die starts them in the
+    same order."""
     first: dict[str, str] = {}
+    last: dict[str, str] = {}
     found = []
+    place = {node: i for i, node in enumerate(subject.tasks)}
     for p in subject.plan.placements:
         group = subject.facts.groups.get(p.node)
         if group is None and subject.kernel(p.node) not in COLLECTIVES:
@@ -110,6 +113,12 @@ def collectives(subject: Subject) -> list[Violation]:
             found.append(Violation("collective order", (other, p.node), f"{other} and {p.node} share the group {name} "
                                    f"and are in the streams {stream} and {p.stream}; dies could start them in "
                                    "different orders and wait for each other. Put them into one stream"))
+        before = last.get(name)
+        if group is not None and before is not None and place[before] > place[p.node]:
+            found.append(Violation("collective order", (before, p.node), f"{before} and {p.node} share the group {name}"
+                                   " and stand in the graph the other way round; other dies could start them as there "
+                                   "and wait for ever. Leave them in the order of the graph"))
+        last[name] = p.node
     return found
 
 

@@ -129,8 +129,7 @@ def _run_generation(
     cache = case.new_cache()
     forward: dict[Phase, cannopy.Compiled] = {}
     for phase in phases:
-        call = case.prefill if phase == "prefill" else case.decode
-        args, kwargs = call(case.ids(phase), cache)
+        args, kwargs = case.first(phase, cache)
         forward[phase] = compiled = _compile(trial, loaded, phase, args, kwargs, options, progress)
     if compiled.cuts_caches and "decode" not in phases:
         trial.notes.append("no decode steps: eager mode needs what is in the caches of other dies.")

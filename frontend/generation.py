@@ -100,8 +100,15 @@ class GenerationCase:
         return self.prefill(ids, cache)
 
     def inputs(self, phase: Phase) -> Call:
-        """The call of ``phase`` with a new cache."""
-        return self.prefill(self.ids(phase), self.new_cache())
+        """The call of ``phase`` with a new cache, as `first`."""
+        return self.first(phase, self.new_cache())
+
+    def first(self, phase: Phase, cache: Any) -> Call:
+        """The call of ``phase`` with the empty ``cache``. Layers of linear attention note in Python whether they have
+        read tokens, so that a decode step is another graph behind a prompt: it gets a cache of its own, `filled`."""
+        if phase == "decode" and any(hasattr(layer, "has_previous_state") for layer in cache.layers):
+            return self.filled(phase)
+        return self.prefill(self.ids(phase), cache)
 
     def filled(self, phase: Phase) -> Call:
         """As `inputs`, but a decode step finds the prompt in the cache: it is read by the eager model."""

@@ -28,8 +28,8 @@ from cannopy.fx_passes.graph import aten, is_call, shape
 from cannopy.fx_passes.strides import View, view
 
 OP = "npu_kv_rmsnorm_rope_cache_v2_functional"
-PART = Through(op(aten.slice.Tensor, op(aten.linear.default, Any(), Any(), rest=True), Any(), Any(), Any(), Any()), over=RESHAPE,
-               name="pe")
+PART = Through(op(aten.slice.Tensor, op(aten.linear.default, Any(), Any(), rest=True), Any(), Any(), Any(), Any()),
+               over=RESHAPE, name="pe")
 PATTERN = op(
     aten.index_copy.default,
     Any("rope_base"),

@@ -1,4 +1,4 @@
-"""Models with a state of linear attention or of a convolution: the decode step compiles behind a prompt read eagerly."""
+"""Models with a state of linear attention or of a convolution: decode compiles behind a prompt read in eager mode."""
 
 from __future__ import annotations
 

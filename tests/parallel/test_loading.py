@@ -73,7 +73,20 @@ def case(activated: None) -> ranks.Case:
 
 @pytest.mark.parametrize("parallel", LAYOUTS)
 def test_a_rank_reads_its_shard(case: ranks.Case, parallel: str, tmp_path: Path) -> None:
-    checkpoint = published(case.model, tmp_path, shards=3)
+    _reads_its_shard(case, parallel, tmp_path)
+
+
+@pytest.mark.usefixtures("activated")
+def test_heads_of_keys(tmp_path: Path) -> None:
+    """With biases, and where two ranks share a head of keys, with norms of heads that all have."""
+    for name, parallel in (("qwen2.5", "attn_tp=2,dense_tp=2"), ("qwen3-moe", "attn_tp=4,ep=4")):
+        case = ranks.serving(name, tie_word_embeddings=False, **SIZES)
+        (tmp_path / name).mkdir()
+        _reads_its_shard(case, parallel, tmp_path / name)
+
+
+def _reads_its_shard(case: ranks.Case, parallel: str, folder: Path) -> None:
+    checkpoint = published(case.model, folder, shards=3)
     rank = Parallel.parse(parallel).dies - 1
     program = ranks.cut(case.program, parallel, rank)
     artifact = artifact_of(program)

@@ -51,6 +51,21 @@ def test_weights_to_the_byte(case: ranks.Case, parallel: str) -> None:
     assert found.caches == sum(c.nbytes for c in tensors)
 
 
+@pytest.mark.parametrize(("parallel", "heads"), [("attn_tp=2", 1), ("attn_tp=4", 1), ("dp=1", 2)])
+def test_heads_of_keys(activated: None, parallel: str, heads: int) -> None:
+    """Qwen3-MoE: query heads are divided, of two heads of keys a die has at least one, in weights and in caches."""
+    case, sizes = ranks.serving("qwen3-moe", num_hidden_layers=LAYERS), Parallel.parse(parallel)
+    program = ranks.cut(case.program, parallel, sizes.dies - 1) if sizes.attn_tp > 1 else case.program
+    c, own = case.model.config, case.model.config.num_attention_heads // sizes.attn_tp
+    found = memory.of(program, "atlas-a3")
+    attention = c.hidden_size * c.head_dim * (2 * own + 2 * heads) + 2 * c.head_dim
+    experts = c.num_experts * (3 * c.hidden_size * c.moe_intermediate_size + c.hidden_size)
+    bf16 = LAYERS * (attention + experts + 2 * c.hidden_size) + 2 * c.vocab_size * c.hidden_size + c.hidden_size
+    assert found.weights == 2 * bf16 + 4 * (c.head_dim // 2) + 2048 * 2048
+    tensors = [t for layer in case.call(0)[-1].layers for t in vars(layer).values()]
+    assert found.caches == sum(t.nbytes for t in tensors) * heads // c.num_key_value_heads
+
+
 def test_what_does_not_fit(case: ranks.Case) -> None:
     found = memory.of(ranks.cut(case.program, "dp=4,ep=4", 0), "atlas-a3")
     small = memory.DieMemory(**{**vars(found), "capacity": found.total})

@@ -108,6 +108,7 @@ def test_one_kernel(capsys: pytest.CaptureFixture[str]) -> None:
     (["qwen2.5-32b", "--parallel", "attn_tp=5"], "8 key and value heads"),
     (["qwen3-235b-a22b", "--parallel", "attn_tp=4,lm_head_tp=8"], "leave lm_head_tp out"),
     (["qwen3-235b-a22b", "--parallel", "attn_tp=2,moe_tp=4"], "no part of attn_tp=2"),
+    (["deepseek-r1", "--parallel", "attn_tp=2,sp=2"], "leave sp=2 out"),
     (["deepseek-v3.2", "--parallel", "kvp=2"], "V3.2-Exp has an indexer; leave kvp out"),
     (["qwen3-32b", "--parallel", "kvp=2"], "has caches with heads; leave kvp out"),
     (["deepseek-r1", "--parallel", "kvp=2,o_proj_tp=2"], "cuts the output projections already; leave o_proj_tp out"),

@@ -74,6 +74,10 @@ class Parallel(Layout):
         if heads % self.attn_tp or (heads // self.attn_tp) % self.o_proj_tp:
             raise SettingError(f"{heads} heads cannot be divided by attn_tp={self.attn_tp} "
                                f"times o_proj_tp={self.o_proj_tp}")
+        keys = model.attention.kv_heads
+        if keys and keys % self.attn_tp and self.attn_tp % keys:
+            raise SettingError(f"{keys} heads of keys cannot be divided by attn_tp={self.attn_tp}, nor shared by as "
+                               f"many dies each; take a divisor or a multiple of {keys}")
         if self.attn_tp > 1 and self.o_proj_tp > 1:
             raise SettingError("attn_tp already divides o_proj; leave o_proj_tp out")
         for name, size in (("dense_tp", self.dense_tp), ("lm_head_tp", self.lm_head_tp)):

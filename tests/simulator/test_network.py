@@ -93,6 +93,8 @@ def test_prefetches_are_whole_weights_and_wait_for_tasks_before_their_reader() -
 def test_layouts_that_do_not_fit_are_refused() -> None:
     with pytest.raises(SettingError, match="has no experts"):
         step("qwen2.5-7b", Load(), "ep=8")
+    with pytest.raises(SettingError, match="4 heads of keys cannot be divided by attn_tp=7, nor shared"):
+        step("qwen2.5-7b", Load(), "attn_tp=7")
     with pytest.raises(SettingError, match="cannot be divided by attn_tp=3"):
         step("deepseek-r1", Load(), "attn_tp=3")
     with pytest.raises(SettingError, match=r"spread .* or cut"):

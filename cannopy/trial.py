@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 import cannopy
+from cannopy.backend import process_groups
 from cannopy.errors import CannopyError
 from cannopy.frontend import state
 from cannopy.frontend.generation import GenerationCase, Phase
@@ -20,7 +21,7 @@ from cannopy.frontend.shells import hollow
 from cannopy.frontend.sources import LoadedModel
 from cannopy.options import Options
 from cannopy.parity import call as call_parity
-from cannopy.parity import generation, serving
+from cannopy.parity import generation, serving, spread
 from cannopy.parity.measure import ParityReport
 from cannopy.report import CompileReport
 
@@ -135,7 +136,8 @@ def _run_generation(
         trial.notes.append("no decode steps: eager mode needs what is in the caches of other dies.")
         steps = 0
     with progress(f"running {case.prefill_tokens} prompt tokens and {steps} decode steps"):
-        ours = generation.generate(case, forward, cache, steps, of_rank=compiled.of_rank)
+        ours = generation.generate(case, forward, cache, steps, of_rank=compiled.of_rank,
+                                   spread=_spread(options))
     with progress("the same in eager mode, in its dtype and in float64, with the same picks"):
         trial.parity, plain = generation.check(case, ours)
     _note_times(trial, ours, "")
@@ -207,7 +209,7 @@ def _run_serving(
     call = *case.inputs(phases[0])[0][:-1], requests.cache
     requests.cache = forward[phases[0]].of_rank(*call)[0][-1]
     with progress(f"running {case.batch} prompts and {steps} decode steps of {1 + case.next_n} tokens per request"):
-        ours = serving.generate(case, forward, requests, steps)
+        ours = serving.generate(case, forward, requests, steps, _spread(options))
     with progress("the same in eager mode, in its dtype and in float64, with the same picks"):
         trial.parity, plain = serving.check(case, ours)
     _note_times(trial, ours, "")
@@ -217,6 +219,10 @@ def _run_serving(
     trial.tokens = torch.cat(chosen, dim=1).tolist()
     trial.same_tokens = int((torch.cat(chosen, dim=1) == torch.cat(expected, dim=1)).sum())
     return trial
+
+
+def _spread(options: Options) -> spread.Spread | None:
+    return spread.of(process_groups.layout_of(options.parallel, options.rank))
 
 
 def _run_call(loaded: LoadedModel, options: Options, phase: Phase, progress: Progress) -> Trial:

@@ -51,6 +51,7 @@ CASES = (
     Case("deepseek-v3.2", GROUPS),
     Case("deepseek-v3.2", WIDTHS, (2, 4)),
     Case("deepseek-v3.2", "cp={n}", phase="prefill"),
+    Case("deepseek-v3.2", "attn_tp={n},sp={n},ep={n}", (4,), phase="prefill"),
     Case("deepseek-r1", GROUPS, (2, 4)),
     Case("deepseek-r1", "attn_tp={n},moe_tp={n}"),
     Case("deepseek-r1", "kvp={n},ep={n}"),

@@ -14,6 +14,7 @@ from cannopy.frontend.generation import Call, GenerationCase, Phase, cache_argum
 from cannopy.parity.measure import ErrorParity, Errors, ParityReport, PickParity, compare_picks, token_errors
 from cannopy.parity.picks import Choice, Pick, Recorder, Replay
 from cannopy.parity.reference import all_in_float64, dtype_of, in_float64, result_rows
+from cannopy.parity.spread import Spread
 
 Forward = Callable[..., Any]
 
@@ -32,12 +33,13 @@ class Step:
 
 def generate(
     case: GenerationCase, forward: Mapping[Phase, Forward], cache: Any, steps: int, ids: torch.Tensor | None = None,
-    of_rank: Callable[..., Call] | None = None,
+    of_rank: Callable[..., Call] | None = None, spread: Spread | None = None,
 ) -> list[Step]:
     """Prefill with ``ids`` (the case's own when None), then ``steps`` greedy decode steps; picks are recorded.
 
     A phase that ``forward`` lacks is run by the eager model. ``of_rank`` makes the first call of ``forward`` from that
-    for one die: with caches of which this rank has a part.
+    for one die: with caches of which this rank has a part. ``spread``: how compiled graphs have spread tokens over
+    ranks, all of which do this.
     """
     done: list[Step] = []
     phase: Phase = "prefill"
@@ -51,8 +53,9 @@ def generate(
         start = time.perf_counter()
         with torch.no_grad(), Recorder() as recorder:
             out = forward.get(phase, case.model)(*args, **kwargs)
-        logits = result_rows(out)
-        done.append(Step(phase, tokens, logits, time.perf_counter() - start, recorder.picks))
+        seconds, logits = time.perf_counter() - start, result_rows(out)
+        picks = spread.whole(recorder.picks, tokens.numel()) if spread and phase in forward else recorder.picks
+        done.append(Step(phase, tokens, logits, seconds, picks))
         tokens = logits.view(case.batch, -1, logits.shape[-1])[:, -1:].argmax(-1)
         phase = "decode"
     return done

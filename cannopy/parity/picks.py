@@ -28,13 +28,15 @@ class Pick:
     """One selection for a batch of tokens.
 
     ``indices`` int64 [rows, k]; -1 stands for no candidate left. ``width`` is the number of candidates, None when the
-    op does not say (a paged cache). ``kind``: ``experts`` (npu_moe_gating_top_k), ``keys`` (npu_lightning_indexer) or
-    ``topk`` (a topk that was not fused); ``groups`` of experts are implied by the experts and never recorded.
+    op does not say (a paged cache). ``reach``: rows of keys that the op was given. ``kind``: ``experts``
+    (npu_moe_gating_top_k), ``keys`` (npu_lightning_indexer) or ``topk`` (a topk that was not fused); ``groups`` of
+    experts are implied by the experts and never recorded.
     """
 
     kind: Kind
     indices: torch.Tensor
     width: int | None = None
+    reach: int = 0
 
     @property
     def rows(self) -> int:
@@ -62,13 +64,13 @@ class Recorder(TorchDispatchMode):
         if name == "npu::npu_moe_gating_top_k":
             self._keep("experts", out[1], args[0].shape[-1])
         elif name == "npu::npu_lightning_indexer":
-            self._keep("keys", out[0], None)
+            self._keep("keys", out[0], None, args[1].shape[0])
         elif name == "aten::topk" and _of_last_dim(args):
             self._keep("topk", torch.where(_valid(out[0]), out[1], -1), args[0].shape[-1])
         return out
 
-    def _keep(self, kind: Kind, indices: torch.Tensor, width: int | None) -> None:
-        self.picks.append(Pick(kind, indices.detach().long().reshape(-1, indices.shape[-1]).clone(), width))
+    def _keep(self, kind: Kind, indices: torch.Tensor, width: int | None, reach: int = 0) -> None:
+        self.picks.append(Pick(kind, indices.detach().long().reshape(-1, indices.shape[-1]).clone(), width, reach))
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from cannopy.models.serving import PagedCache, ServingModel
 from cannopy.parity.measure import ErrorParity, ParityReport, WriteParity, compare_picks, errors_of
 from cannopy.parity.picks import Choice, Pick, Recorder, Replay
 from cannopy.parity.reference import all_in_float64, dtype_of, in_float64
+from cannopy.parity.spread import Spread
 
 Forward = Callable[..., Any]
 
@@ -66,18 +67,20 @@ def tensors(cache: PagedCache) -> Iterator[tuple[str, Tensor]]:
         yield from ((name, t) for name, t in vars(layer).items() if t is not None)
 
 
-def generate(case: ServingCase, forward: Mapping[Phase, Forward], requests: Requests, steps: int) -> list[Step]:
+def generate(case: ServingCase, forward: Mapping[Phase, Forward], requests: Requests, steps: int,
+             spread: Spread | None = None) -> list[Step]:
     """Read the case's prompts, then ``steps`` decode steps; a phase that ``forward`` lacks is run by the eager model.
 
     Each step reads the greedy token of the step before and ``next_n`` drafts. Every request keeps another number of
-    its drafts in each step, so that rows of rejected ones are written again.
+    its drafts in each step, so that rows of rejected ones are written again. ``spread``: how compiled graphs have
+    spread tokens over ranks, all of which do this.
     """
     fill(requests.cache, case.seed)
-    done = [run(case, forward, "prefill", case.prefill(requests)[0])]
+    done = [run(case, forward, "prefill", case.prefill(requests)[0], spread)]
     last = done[0].results["logits"].argmax(-1)
     for step in range(steps):
         tokens = torch.cat((last[:, None], case.ids("decode", step)[:, 1:]), dim=1)
-        done.append(run(case, forward, "decode", case.decode(tokens, requests)[0]))
+        done.append(run(case, forward, "decode", case.decode(tokens, requests)[0], spread))
         kept = torch.tensor([1 + (step + b) % (1 + case.next_n) for b in range(case.batch)])
         logits = done[-1].results["logits"].view(case.batch, 1 + case.next_n, -1)
         last = logits[torch.arange(case.batch), kept - 1].argmax(-1)
@@ -86,7 +89,8 @@ def generate(case: ServingCase, forward: Mapping[Phase, Forward], requests: Requ
     return done
 
 
-def run(case: ServingCase, forward: Mapping[Phase, Forward], phase: Phase, args: tuple[Any, ...]) -> Step:
+def run(case: ServingCase, forward: Mapping[Phase, Forward], phase: Phase, args: tuple[Any, ...],
+        spread: Spread | None = None) -> Step:
     """One call of a compiled run, or of the eager model where ``forward`` lacks the phase (prompts only where the case
     has a part of the cache)."""
     *inputs, cache = args
@@ -96,7 +100,8 @@ def run(case: ServingCase, forward: Mapping[Phase, Forward], phase: Phase, args:
         out = forward[phase](*args) if phase in forward else _eager(case, phase, args)
     seconds = time.perf_counter() - start
     done = _step(case, phase, tuple(inputs), cache, out, seconds)
-    done.picks = [_packed(pick, done) for pick in recorder.picks]
+    picks = spread.whole(recorder.picks, inputs[0].numel()) if spread and phase in forward else recorder.picks
+    done.picks = [_packed(pick, done) for pick in picks]
     done.writes = _writes(case, before, cache, done.slots)
     return done
 

@@ -19,6 +19,7 @@ from torch import fx
 from cannopy.fusion_rules.parallel.heads import FUSED, PROLOG, SPARSE
 from cannopy.fusion_rules.parallel.own_rows import Handler, Own, OwnRows, row_of_tokens
 from cannopy.fusion_rules.parallel.places import ATTENTION
+from cannopy.fusion_rules.parallel.shards import Piece
 from cannopy.fusion_rules.parallel.tokens import error, legal
 from cannopy.fusion_rules.parallel.work import Work
 from cannopy.fx_passes.graph import aten, operator_named, shape
@@ -42,14 +43,19 @@ def cut(work: Work) -> int:
     return _Split(work, tokens).run()
 
 
+def segments(tokens: int, size: int, rank: int) -> list[Piece]:
+    """The tokens of ``rank``: a segment from the front of the prompt and one as far from its end."""
+    each = tokens // (2 * size)
+    return [(a, a + each) for a in (rank * each, (2 * size - 1 - rank) * each)]
+
+
 class _Split(OwnRows):
     """``halves``: the joined results of both segments by attention, which reads all rows of ``keys``."""
 
     def __init__(self, work: Work, tokens: int) -> None:
         self.size, rank = work.layout.size(KIND), work.layout.position(KIND)
         self.each = tokens // (2 * self.size)
-        starts = rank * self.each, (2 * self.size - 1 - rank) * self.each
-        super().__init__(work, KIND, work.layout.group(KIND), tokens, [(a, a + self.each) for a in starts])
+        super().__init__(work, KIND, work.layout.group(KIND), tokens, segments(tokens, self.size, rank))
         self.halves: dict[fx.Node, fx.Node] = {}
         self.keys: list[fx.Node] = []
 

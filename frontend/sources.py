@@ -140,7 +140,7 @@ def _refuse_size(spec: str, size: str | None) -> None:
 
 
 def _from_zoo(
-    name: str, size: str, dtype: torch.dtype, weights: bool, call: _Call, serving: Mapping[str, int] | None
+    name: str, size: str, dtype: torch.dtype, weights: bool, call: _Call, serving: Mapping[str, Any] | None
 ) -> LoadedModel:
     if name not in zoo.names():
         if name.endswith(".py"):
@@ -169,7 +169,7 @@ def _from_zoo(
 
 
 def _serving(
-    model: ServingModel, name: str, call: _Call, lengths: tuple[int, int], options: Mapping[str, int],
+    model: ServingModel, name: str, call: _Call, lengths: tuple[int, int], options: Mapping[str, Any],
     notes: tuple[str, ...],
 ) -> LoadedModel:
     case = ServingCase(model, call.batch, *lengths, call.seed, **options)
@@ -177,7 +177,7 @@ def _serving(
 
 
 def _serving_from_folder(
-    folder: Path, dtype: torch.dtype | None, weights: bool, call: _Call, options: Mapping[str, int]
+    folder: Path, dtype: torch.dtype | None, weights: bool, call: _Call, options: Mapping[str, Any]
 ) -> LoadedModel:
     config = _read_config(folder)
     name = f"{folder.resolve().name} (serving form)"

@@ -60,6 +60,7 @@ class OwnRows:
         self.own: dict[fx.Node, Own] = {}
         self.stream: set[fx.Node] = set()
         self.read: list[fx.Node] = []
+        self._routed: dict[fx.Node, Mixture] = {}
         self._chosen: dict[tuple[fx.Node, int], fx.Node] = {}
 
     def handlers(self) -> Mapping[Any, Handler]:
@@ -93,23 +94,27 @@ class OwnRows:
         return rows
 
     def spread(self) -> None:
-        """Give an own version to each node that can have one. `ParallelError` for experts that cannot."""
-        routed = {m.end: m for m in mixtures(self.work, self.kind)} if self.editor.calls([FINALIZE]) else {}
+        """Give an own version to each node that can have one."""
+        self._routed = {m.end: m for m in mixtures(self.work, self.kind)} if self.editor.calls([FINALIZE]) else {}
         handlers = self.handlers()
         for node in list(self.editor.graph.nodes):
             if node.op != "call_function" or not self.follow(node):
                 continue
             handler = handlers.get(node.target, self._elementwise if pointwise(node) else None)
             with self.editor.before(node):
-                found = self._mixture(routed[node]) if node in routed else handler(node) if handler else None
+                if node in self._routed:
+                    found = self._mixture(self._routed[node])
+                else:
+                    found = handler(node) if handler else None
             if found is not None:
                 self.own[node] = found
-        for end in routed:
-            if end not in self.own:
-                raise error(self.work.layout, self.kind, end, "these experts do not read rows of tokens, one each")
 
     def gather(self, keys: Iterable[fx.Node] = ()) -> None:
-        """Give all rows to what reads them: outputs, caches, ``keys`` and `read`."""
+        """Give all rows to what reads them: outputs, caches, ``keys`` and `read`. `ParallelError` for experts without an
+        own version."""
+        for end in self._routed:
+            if end not in self.own:
+                raise error(self.work.layout, self.kind, end, "these experts do not read rows of tokens, one each")
         ends = [n for n in self.editor.graph.nodes if n.op == "output" or is_call(n, aten.copy_.default)]
         todo, seen = [*(n for e in ends for n in e.all_input_nodes), *keys, *self.read], set[fx.Node]()
         while todo:

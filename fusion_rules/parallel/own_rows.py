@@ -110,7 +110,7 @@ class OwnRows:
                 self.own[node] = found
 
     def gather(self, keys: Iterable[fx.Node] = ()) -> None:
-        """Give all rows to what reads them: outputs, caches, ``keys`` and `read`. `ParallelError` for experts without an
+        """Give all rows to what reads them: outputs, caches, ``keys`` and `read`. `ParallelError` for experts with no
         own version."""
         for end in self._routed:
             if end not in self.own:

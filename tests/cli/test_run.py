@@ -136,6 +136,7 @@ def test_a_wrong_result_ends_in_exit_code_1(tmp_path, capsys, monkeypatch):
         class Doubled:
             report = compiled.report
             timeline = None
+            of_rank = compiled.of_rank
 
             def __call__(self, *a: Any, **k: Any) -> Any:
                 return 2 * compiled(*a, **k)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,10 +12,14 @@ from tests.rules.reasons import Reached
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    threads = os.environ.setdefault("OMP_NUM_THREADS", "1")  # as `make test`; sums over several threads round otherwise
     try:
         import_torch()
     except NotReadyError as error:
         pytest.exit(f"the tests need torch and torch_npu: {error}", returncode=2)
+    import torch
+
+    torch.set_num_threads(int(threads))  # where a plugin had it imported before
     config.pluginmanager.register(Reached(), "refusals-reached")
 
 

@@ -107,6 +107,11 @@ def test_other_caches_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for part, whole in zip(tensors(own), tensors(call[-1]), strict=True):
         assert torch.equal(part, whole[:, :, 1:2])
         assert part.is_contiguous()
+    for layer in (empty := case.call(0)[-1]).layers:
+        for name in ("key", "value"):
+            object.__setattr__(layer, name, getattr(layer, name).to("meta"))
+    zeros = tensors(compiled.of_rank(*rest, empty)[0][-1])
+    assert {(tuple(t.shape), t.device.type, bool(t.any())) for t in zeros} == {((5, 128, 1, 128), "cpu", False)}
     blocks = ranks.serving("qwen2.5", num_hidden_layers=2).model.new_cache(3, 128)  # type: ignore[operator]
     with pytest.raises(GuardError, match=r"expected a tensor \[5, 128, 2, 128\] for one die, found bfloat16\[3"):
         compiled.of_rank(*rest, blocks)

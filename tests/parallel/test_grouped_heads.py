@@ -154,6 +154,21 @@ class Repeated(qwen.GroupedAttention):
         return y
 
 
+class Put(qwen.GroupedAttention):
+    """Writes by block and place in it, and reads rows of a cache that no kernel sees as paged."""
+
+    def forward(self, x: torch.Tensor, angles: Any, step: Any, pages: qwen.KeyValuePages) -> torch.Tensor:
+        cos, sin = (a[:, None] for a in angles)
+        query, key, value = (p(x).unflatten(-1, (-1, self.config.head_dim))
+                             for p in (self.q_proj, self.k_proj, self.v_proj))
+        for cache, rows in ((pages.key, rotate_halves(key, cos, sin)), (pages.value, value)):
+            cache[step.slots // 128, step.slots % 128] = rows
+        keys, values = (cache[step.block_table].flatten(1, 2) for cache in (pages.key, pages.value))
+        out = attend(step.grouped(rotate_halves(query, cos, sin)), keys, values, step.mask, self.config.head_dim**-0.5)
+        y: torch.Tensor = self.o_proj(step.packed(out).flatten(1))
+        return y
+
+
 class Watched(qwen.GroupedAttention):
     """Adds a number that is made of all heads of keys."""
 
@@ -184,6 +199,14 @@ def changed(attention: type[qwen.GroupedAttention] = qwen.GroupedAttention, phas
 
 def test_a_bias_behind_heads_is_added_once() -> None:
     case = changed(bias=True)
+    compare(case, "attn_tp=2", case.call(1), case.call(1)[-2])
+
+
+def test_caches_written_by_two_indices() -> None:
+    case = changed(Put)
+    program = ranks.cut(case.program, "attn_tp=2", 1)
+    assert "index_put" in str(program.gm.graph)
+    assert all(spec.held is not None for spec in program.inputs if spec.kind == "state")
     compare(case, "attn_tp=2", case.call(1), case.call(1)[-2])
 
 

@@ -37,6 +37,10 @@ def read(config: Mapping[str, Any]) -> Published:
     if config.get("quantization_config"):
         raise PublishedConfigError("quantization_config: expected weights in bf16, fp16 or fp32, found "
                                    f"{config['quantization_config'].get('quant_method', 'a quantised checkpoint')}")
+    _require(config, {"is_causal": True})
+    heads = config.get("architectures") or ()
+    if heads and not any(name.endswith("ForCausalLM") for name in heads):
+        raise PublishedConfigError(f"architectures: expected a model for causal language, found {', '.join(heads)}")
     return _FAMILIES[kind](config)
 
 
@@ -56,16 +60,52 @@ def _known(config: Mapping[str, Any], cls: type[Any], optional: Collection[str],
     missing = [name for name in names if name not in given and name not in optional]
     if missing:
         raise PublishedConfigError(f"the configuration is not complete: expected {', '.join(missing)}, found none")
+    for name in (f.name for f in fields(cls) if f.type in ("int", "int | None")):
+        found, least = given.get(name), 0 if name in _FROM_ZERO else 1
+        if found is not None and (type(found) is not int or found < least):
+            raise PublishedConfigError(f"{name}: expected a whole number from {least} on, found {found!r}")
     return cls(**given)
+
+
+_FROM_ZERO = ("first_k_dense_replace", "zero_expert_num", "num_experts")
+
+
+def _same(config: Mapping[str, Any], **other_names: str) -> dict[str, Any]:
+    """``config`` with each entry under its own name, from the other name that `transformers` reads and writes."""
+    named = dict(config)
+    for own, other in other_names.items():
+        found, again = config.get(own), config.get(other)
+        if found is not None and again is not None and found != again:
+            raise PublishedConfigError(f"{other}: expected {own}, {found!r}, found {again!r}")
+        named[own] = again if found is None else found
+    return named
+
+
+def _at_most(name: str, found: int, limit: int, what: str) -> None:
+    if found > limit:
+        raise PublishedConfigError(f"{name}: expected at most {limit}, {what}, found {found}")
+
+
+def _divides(name: str, found: int, whole: int, what: str) -> None:
+    if whole % found:
+        raise PublishedConfigError(f"{name}: expected a divisor of {whole}, {what}, found {found}")
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Angles as `parts.Rotary` takes them, from both spellings: ``rope_parameters``, or ``rope_theta`` and scaling."""
-    given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    kind = given.get("rope_type", given.get("type", "default"))
-    rope: dict[str, Any] = {"theta": given.get("rope_theta", config.get("rope_theta"))}
-    if rope["theta"] is None:  # families differ in what it is then
+    given = [config[name] for name in ("rope_parameters", "rope_scaling") if config.get(name)]
+    theta = next((g["rope_theta"] for g in given if g.get("rope_theta") is not None), config.get("rope_theta"))
+    if theta is None:  # families differ in what it is then
         raise PublishedConfigError("rope_theta: expected the base of the angles, found none")
+    found = [_angles(theta, spelling) for spelling in given or [{}]]
+    if found[0] != found[-1]:
+        raise PublishedConfigError(f"rope_scaling: expected what rope_parameters says, found {given[-1]}")
+    return found[0]
+
+
+def _angles(theta: float, given: Mapping[str, Any]) -> dict[str, Any]:
+    kind = given.get("rope_type", given.get("type", "default"))
+    rope: dict[str, Any] = {"theta": given.get("rope_theta") or theta}
     _require({"partial_rotary_factor": given.get("partial_rotary_factor", 1.0)}, {"partial_rotary_factor": 1.0})
     if kind == "default":
         return rope
@@ -82,6 +122,8 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     for own in ("factor", "original_positions", "mscale_all_dim"):
         if own not in rope:
             raise PublishedConfigError(f"rope: YaRN without {own}")
+        if rope[own] <= 0:  # an mscale of 0 stands for another one in transformers, and scales cos and sin
+            raise PublishedConfigError(f"rope: expected YaRN with {own} above 0, found {rope[own]!r}")
     return rope
 
 
@@ -103,8 +145,29 @@ def _deepseek(config: Mapping[str, Any]) -> Published:
     if config["model_type"] == "deepseek_v32" and not index:
         raise PublishedConfigError("index_topk: expected how many keys the indexer chooses, found none")
     indexer = () if index else ("index_n_heads", "index_head_dim")
+    config = _same(config, n_routed_experts="num_local_experts")
+    if index:
+        config = _same(config, n_routed_experts="num_experts")
     sizes = _known(config, DeepseekConfig, indexer, rope=_rope(config), index_topk=index)
+    dense = min(sizes.first_k_dense_replace, sizes.num_hidden_layers)
+    _require(config, {
+        "mlp_layer_types": (["dense"] * dense + ["sparse"] * (sizes.num_hidden_layers - dense), None),
+        "layer_types": (["indexed_attention" if index else "full_attention"] * sizes.num_hidden_layers, None),
+    })
+    _groups_fit(sizes)
+    if index:
+        _at_most("qk_rope_head_dim", sizes.qk_rope_head_dim, sizes.index_head_dim, "the indexer's heads")
     return Published(lambda: Deepseek(sizes), lambda name: deepseek_target(name, sizes.num_hidden_layers))
+
+
+def _groups_fit(sizes: DeepseekConfig) -> None:
+    experts, groups = sizes.n_routed_experts, sizes.n_group
+    _divides("n_group", groups, experts, "the experts")
+    if groups > 1:
+        _at_most("n_group", groups, experts // 2, "two experts in each")
+    _at_most("topk_group", sizes.topk_group, groups, "the groups")
+    _at_most("num_experts_per_tok", sizes.num_experts_per_tok, experts // groups * sizes.topk_group,
+             "the experts of the groups that are left")
 
 
 def _longcat(config: Mapping[str, Any]) -> Published:
@@ -113,7 +176,12 @@ def _longcat(config: Mapping[str, Any]) -> Published:
         "norm_topk_prob": (False, None), "zero_expert_type": "identity",
     })
     _latent(config)
+    config = _same(config, n_routed_experts="num_local_experts", moe_topk="num_experts_per_tok",
+                   ffn_hidden_size="intermediate_size", expert_ffn_hidden_size="moe_intermediate_size")
     sizes = _known(config, LongcatConfig, (), rope=_rope(config))
+    _require(config, {"qk_head_dim": (sizes.qk_nope_head_dim + sizes.qk_rope_head_dim, None),
+                      "num_hidden_layers": (2 * sizes.num_layers, sizes.num_layers, None)})
+    _at_most("moe_topk", sizes.moe_topk, sizes.n_routed_experts + sizes.zero_expert_num, "all experts")
     return Published(lambda: Longcat(sizes), lambda name: longcat_target(name, sizes.n_routed_experts))
 
 
@@ -128,11 +196,18 @@ def _qwen(config: Mapping[str, Any], **own: Any) -> Published:
     if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
         raise PublishedConfigError("layer_types: expected full_attention in every layer, found sliding windows")
     if config.get("head_dim") is None and config.get("hidden_size") and config.get("num_attention_heads"):
+        if config["model_type"] == "qwen3":  # transformers takes 128 then, whatever the other sizes are
+            raise PublishedConfigError("head_dim: expected the size of a head, found none")
         own["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
-    if "num_local_experts" in config:  # how transformers writes num_experts since version 5
-        own["num_experts"] = config["num_local_experts"]
-    optional = {"tie_word_embeddings", *(_MLP if config["model_type"] == "qwen3_moe" else _MIXTURE)}
-    sizes = _known(config, QwenConfig, optional, rope=_rope(config), **own)
+    if config["model_type"] == "qwen3_moe":
+        config = _same(config, num_experts="num_local_experts")  # how transformers writes it since version 5
+        optional: tuple[str, ...] = _MIXTURE if config.get("num_experts") == 0 else _MLP
+    else:
+        own["num_experts"], optional = 0, _MIXTURE
+    sizes = _known(config, QwenConfig, {"tie_word_embeddings", *optional}, rope=_rope(config), **own)
+    _divides("num_key_value_heads", sizes.num_key_value_heads, sizes.num_attention_heads, "the heads")
+    if sizes.num_experts:
+        _at_most("num_experts_per_tok", sizes.num_experts_per_tok, sizes.num_experts, "the experts")
     return Published(lambda: Qwen(sizes), lambda name: name)
 
 

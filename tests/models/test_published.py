@@ -16,7 +16,7 @@ from cannopy.models import published
 from cannopy.models.longcat import Longcat
 from cannopy.models.published import PublishedConfigError
 from cannopy.models.serving import ServingModel
-from tests.models.pairs import DEEPSEEK, PAIRS
+from tests.models.pairs import DEEPSEEK, INDEX, PAIRS
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 64,
         "mscale": 1.0, "mscale_all_dim": 1.0}
@@ -33,6 +33,8 @@ LONGCAT = {"model_type": "longcat_flash", "vocab_size": 97, "hidden_size": 64, "
            "expert_ffn_hidden_size": 24, "n_routed_experts": 6, "zero_expert_num": 4, "moe_topk": 3, "q_lora_rank": 48,
            "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
            "num_attention_heads": 4, "routed_scaling_factor": 6.0, "rms_norm_eps": 1e-5, "rope_theta": 1e7}
+DEEPSEEK_V32 = {**DEEPSEEK_V3, "model_type": "deepseek_v32", **INDEX}
+QWEN3_DENSE = {**QWEN2, "model_type": "qwen3", "head_dim": 16}
 NEEDED = {"deepseek_v3": DEEPSEEK_V3, "qwen3_moe": QWEN3, "qwen2": QWEN2, "longcat_flash": LONGCAT}
 
 
@@ -89,6 +91,20 @@ def test_published_spellings_of_longcat_and_yarn() -> None:
                                   "beta_slow": 1, "mscale_all_dim": 1.0}
 
 
+def test_other_names_of_transformers_and_entries_of_other_families() -> None:
+    longcat = {k: v for k, v in LONGCAT.items() if k not in ("moe_topk", "n_routed_experts")}
+    model = published.read(longcat | {"num_experts_per_tok": 2, "num_local_experts": 5, "num_hidden_layers": 2}).build()
+    assert isinstance(model, Longcat)
+    assert (model.config.moe_topk, model.config.n_routed_experts, model.config.num_layers) == (2, 5, 1)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    dense = published.read(QWEN3_DENSE | experts).build()
+    assert dense.get_submodule("model.layers.0.mlp.gate_proj") is not None
+    sparse = published.read({k: v for k, v in QWEN3.items() if k != "num_experts"} | {"num_local_experts": 3}).build()
+    assert sparse.get_parameter("model.layers.0.mlp.experts.down_proj").shape[0] == 3
+    both = DEEPSEEK_V3 | {"rope_parameters": YARN, "rope_scaling": {k.replace("rope_", ""): v for k, v in YARN.items()}}
+    assert published.read(both).build() is not None
+
+
 REFUSED = [
     (DEEPSEEK_V3, {"q_lora_rank": None}, "q_lora_rank: expected the rank of the queries, found none"),
     (DEEPSEEK_V3, {"attention_bias": True}, "attention_bias: expected False, found True"),
@@ -106,6 +122,31 @@ REFUSED = [
     (DEEPSEEK_V3, {"model_type": "deepseek_v32"}, "index_topk: expected how many keys the indexer chooses, found none"),
     (QWEN3, {"rope_theta": None}, "rope_theta: expected the base of the angles, found none"),
     (QWEN3, {"vocab_size": None}, "the configuration is not complete: .*vocab_size"),
+    (QWEN2, {"is_causal": False}, "is_causal: expected True, found False"),
+    (QWEN2, {"architectures": ["Qwen2ForSequenceClassification"]}, "architectures: .* Qwen2ForSequenceClassification"),
+    (DEEPSEEK_V3, {"rope_parameters": YARN | {"mscale": 0, "mscale_all_dim": 0}}, "mscale_all_dim above 0, found 0"),
+    (DEEPSEEK_V3, {"rope_parameters": {"rope_type": "default"}, "rope_scaling": YARN},
+     "rope_scaling: expected what rope_parameters says"),
+    (DEEPSEEK_V3, {"num_local_experts": 4}, "num_local_experts: expected n_routed_experts, 8, found 4"),
+    (DEEPSEEK_V32, {"num_experts": 4}, "num_experts: expected n_routed_experts, 8, found 4"),
+    (DEEPSEEK_V32, {"mlp_layer_types": ["sparse", "dense", "sparse"]},
+     r"mlp_layer_types: expected \['dense', 'sparse', 'sparse'\] or None, found"),
+    (DEEPSEEK_V32, {"layer_types": ["indexed_attention"] * 2 + ["full_attention"]}, "layer_types: expected"),
+    (DEEPSEEK_V32, {"index_head_dim": 4}, "qk_rope_head_dim: expected at most 4, the indexer's heads, found 8"),
+    (DEEPSEEK_V3, {"n_group": 3}, "n_group: expected a divisor of 8, the experts, found 3"),
+    (DEEPSEEK_V3, {"n_group": 8}, "n_group: expected at most 4, two experts in each, found 8"),
+    (DEEPSEEK_V3, {"topk_group": 5}, "topk_group: expected at most 4, the groups, found 5"),
+    (DEEPSEEK_V3, {"num_experts_per_tok": 5}, "num_experts_per_tok: expected at most 4, .* found 5"),
+    (DEEPSEEK_V3, {"n_shared_experts": 0}, "n_shared_experts: expected a whole number from 1 on, found 0"),
+    (DEEPSEEK_V3, {"hidden_size": "64"}, "hidden_size: expected a whole number from 1 on, found '64'"),
+    (LONGCAT, {"num_experts_per_tok": 2}, "num_experts_per_tok: expected moe_topk, 3, found 2"),
+    (LONGCAT, {"qk_head_dim": 12}, "qk_head_dim: expected 24 or None, found 12"),
+    (LONGCAT, {"num_hidden_layers": 6}, "num_hidden_layers: expected 2 or 1 or None, found 6"),
+    (LONGCAT, {"moe_topk": 11}, "moe_topk: expected at most 10, all experts, found 11"),
+    (QWEN2, {"num_key_value_heads": 3}, "num_key_value_heads: expected a divisor of 4, the heads, found 3"),
+    (QWEN3, {"num_experts_per_tok": 5}, "num_experts_per_tok: expected at most 4, the experts, found 5"),
+    (QWEN3, {"num_experts": 0}, "the configuration is not complete: expected intermediate_size"),
+    (QWEN3_DENSE, {"head_dim": None}, "head_dim: expected the size of a head, found none"),
 ]
 
 

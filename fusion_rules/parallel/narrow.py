@@ -178,6 +178,15 @@ def _cat(narrow: Narrow, node: fx.Node, dim: int, pieces: Pieces) -> fx.Node:
     return narrow.editor.call(node.target, [narrow.of(x, dim, pieces) for x in parts], at)
 
 
+def _stack(narrow: Narrow, node: fx.Node, dim: int, pieces: Pieces) -> fx.Node:
+    parts, at = (*cast("tuple[Any, ...]", node.args), 0)[:2]
+    along = at % len(shape(node))
+    if along == dim or (along == 0 and narrow.factor > 1):
+        return _unknown(narrow, node, dim, pieces)
+    inner = dim - (along < dim)
+    return narrow.editor.call(node.target, [narrow.of(x, inner, pieces) for x in parts], at)
+
+
 def _same(narrow: Narrow, node: fx.Node, dim: int, pieces: Pieces) -> fx.Node:
     part = narrow.of(cast(fx.Node, node.args[0]), dim, pieces)
     return narrow.editor.call(node.target, part, *node.args[1:], **node.kwargs)
@@ -196,7 +205,7 @@ def _handlers() -> dict[Any, Handler]:
         "placeholder": Narrow.weight,
         aten.linear.default: _linear, aten.reshape.default: _reshape, aten.view.default: _reshape,
         aten.permute.default: _permute, aten.slice.Tensor: _slice, aten.cat.default: _cat,
-        aten._to_copy.default: _same, aten.clone.default: _same, operator.getitem: _item,
+        aten.stack.default: _stack, aten._to_copy.default: _same, aten.clone.default: _same, operator.getitem: _item,
     }
     swiglu = operator_named(SWIGLU)
     return found if swiglu is None else {**found, swiglu: _swiglu}

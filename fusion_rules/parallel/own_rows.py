@@ -74,7 +74,7 @@ class OwnRows:
             aten.linear.default: self._linear, aten.embedding.default: self._embedding, aten.cat.default: self._cat,
             aten.reshape.default: self._reshape, aten.slice.Tensor: self._slice, aten.permute.default: self._permute,
             aten._to_copy.default: self._elementwise, aten.native_layer_norm.default: self._layer_norm,
-            aten.sum.dim_IntList: self._reduced,
+            aten.sum.dim_IntList: self._reduced, aten.mean.dim: self._reduced,
             operator.getitem: self.item,
         }
 

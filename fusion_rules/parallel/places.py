@@ -30,6 +30,9 @@ _RENAMES = (aten.reshape.default, aten.view.default, aten.clone.default, aten._t
 _MOVES = (*_RENAMES, aten.permute.default, aten.transpose.int, aten.slice.Tensor, operator.getitem)
 _UNTAGGED = (aten.hardswish.default, aten.hardtanh.default)
 """Elementwise operators that carry no tag of torch."""
+_GATHERS = (torch.ops._c10d_functional.all_gather_into_tensor.default, torch.ops._c10d_functional.wait_tensor.default,
+            aten.index_select.default)
+"""How rows that were spread over dies come together in their order."""
 _PRODUCTS = ("aten::bmm", "aten::matmul", "npu::npu_transpose_batchmatmul")
 
 
@@ -193,14 +196,14 @@ def _routed(combine: fx.Node) -> fx.Node:
 
 
 def heads_of_vocabulary(program: Program, editor: Editor) -> list[fx.Node]:
-    """The linears whose columns leave the graph as they are: only elementwise operations on them alone, reshapes and
-    choices of rows stand between."""
+    """The linears whose columns leave the graph as they are: only elementwise operations on them alone, reshapes,
+    choices of rows and gathers of them stand between."""
     return [n for n in linears(program, editor) if _leaves(n)]
 
 
 def _leaves(node: fx.Node) -> bool:
     for user in node.users:
         alone = pointwise(user) and [n for n in user.all_input_nodes if n.op != "placeholder"] == [node]
-        if user.op == "output" or ((alone or is_call(user, *_MOVES)) and _leaves(user)):
+        if user.op == "output" or ((alone or is_call(user, *_MOVES, *_GATHERS)) and _leaves(user)):
             return True
     return False

@@ -113,18 +113,18 @@ class Stock(nn.Module):
         logits: torch.Tensor = self.model(ids, past_key_values=cache, use_cache=True).logits
         return logits
 
-    def call(self, tokens: int, past: int, seed: int) -> ranks.Call:
-        """``tokens`` of two sequences behind ``past`` random ones."""
+    def call(self, tokens: int, past: int, seed: int, sequences: int = 2) -> ranks.Call:
+        """``tokens`` of ``sequences`` behind ``past`` random ones."""
         from transformers import StaticCache
 
         cache = StaticCache(config=self.model.config, max_cache_len=64)
         generator = torch.Generator().manual_seed(seed)
         for layer in cache.layers:
-            layer.lazy_initialization(*(torch.zeros(2, 2, 0, 64, dtype=torch.bfloat16) for _ in range(2)))
+            layer.lazy_initialization(*(torch.zeros(sequences, 2, 0, 64, dtype=torch.bfloat16) for _ in range(2)))
             for t in (layer.keys, layer.values):
                 t.copy_(torch.randn(t.shape, generator=generator))
             layer.cumulative_length.fill_(past)
-        return torch.randint(0, 512, (2, tokens), generator=generator), cache
+        return torch.randint(0, 512, (sequences, tokens), generator=generator), cache
 
 
 @pytest.mark.parametrize(("architecture", "sizes"), [

@@ -157,6 +157,8 @@ class _Packed:
         if len(args) != 4:
             raise CannopyError(f"expected tokens, ends, slots and cache, found {len(args)} arguments",
                                "call the buckets as ServingModel.prefill")
+        if not args[1].shape[0]:
+            raise CannopyError("no prompts: ends is empty", "leave out calls that read nothing")
         if args[1].shape[0] > self.prompts:
             raise CannopyError(f"{args[1].shape[0]} prompts: the buckets are compiled for {self.prompts}",
                                f"Buckets(…, prompts={args[1].shape[0]}), or fewer prompts per call")

@@ -92,6 +92,8 @@ def test_report_and_limits_of_a_serving_model() -> None:
         buckets(*own.prefill_inputs(prompts([9, 9, 7])), own.cache)
     with pytest.raises(CannopyError, match="4 prompts: the buckets are compiled for 3"):
         buckets(torch.zeros(4, dtype=torch.long), torch.arange(1, 5), torch.arange(4), own.cache)
+    with pytest.raises(CannopyError, match="no prompts: ends is empty"):
+        buckets(torch.zeros(4, dtype=torch.long), torch.zeros(0, dtype=torch.long), torch.arange(4), own.cache)
     assert [use.calls for use in buckets.report()] == [2, 1]
 
 

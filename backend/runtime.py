@@ -279,10 +279,10 @@ class CompiledModel:
         first."""
         tensors = self.tensors(args, kwargs, whole=True)
         for i in self._writes:
-            copy = torch.empty_strided(
+            own = torch.empty_strided(
                 tensors[i].shape, tensors[i].stride(), dtype=tensors[i].dtype, device=tensors[i].device
             )
-            tensors[i] = copy.copy_(tensors[i].detach())
+            tensors[i] = own.copy_(tensors[i].detach())
         return tensors
 
     def _check_overlap(self, tensors: Tensors) -> None:

@@ -17,7 +17,7 @@ from torch import fx
 from cannopy.fusion_rules.engine.legal import illegal
 from cannopy.fusion_rules.engine.match import Match
 from cannopy.fusion_rules.engine.pattern import Alt, Any, Items, Literal, Number, Op, Pattern, Through, op
-from cannopy.fusion_rules.engine.rule import Context, Refusal, Rule
+from cannopy.fusion_rules.engine.rule import NEVER, Context, Refusal, Rule
 from cannopy.fusion_rules.engine.spellings import CAST, RESHAPE, SWAP_HEADS, computed_weight, wrong_shape
 from cannopy.fusion_rules.engine.stop import describe
 from cannopy.fusion_rules.rewrite import lightning_indexer, positions
@@ -53,7 +53,8 @@ def _keys_and_values() -> tuple[Pattern, Pattern]:
 
 KEYS, VALUES = _keys_and_values()
 
-HIDDEN = Through(lightning_indexer.marked(INDEX_KEYS, False), over=RESHAPE)
+MARKED = lightning_indexer.marked(INDEX_KEYS, False)
+HIDDEN = Through(MARKED, over=RESHAPE)
 MASK = Alt((
     op(aten.bitwise_and.Tensor, Any("attention_mask"), op(aten.bitwise_not.default, HIDDEN), commutative=True),
     op(aten.masked_fill.Scalar, Any("attention_mask"), HIDDEN, Any("fill", where=lambda value: (
@@ -271,5 +272,6 @@ RULE = Rule(
     check=check,
     rewrite=rewrite,
     kernel="npu_sparse_flash_attention",
-    near=6,
+    near=NEVER,  # latent attention without an indexer is none that comes near
+    core=MARKED,
 )

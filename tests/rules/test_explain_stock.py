@@ -9,6 +9,8 @@ import torch
 
 from cannopy.explain import Explanation, explain
 from cannopy.explain_view import lines
+from cannopy.frontend.generation import GenerationCase
+from tests.models.pairs import PAIRS
 from tests.rules.stock_changes import CHANGES, LAYERS, deepseek, qwen
 
 
@@ -49,6 +51,16 @@ def test_nothing_is_refused_of_the_stock_models() -> None:
         assert [r.rule for r in found.refused] == unproven
         assert all("not provably causal" in r.reason for r in found.refused)
         _nodes_are_followed(found)
+
+
+@pytest.mark.parametrize(("name", "missed"), [("deepseek-r1", False), ("deepseek-v3.2", True)])
+def test_only_a_model_with_an_indexer_misses_sparse_attention(name: str, missed: bool) -> None:
+    """Its latents are of 32 values, so no fused attention takes either model."""
+    case = GenerationCase(PAIRS[name]().stock, 1, 12, 32)
+    args, kwargs = case.inputs("decode")
+    refused = {r.rule for r in explain(case.model, "forward", args, kwargs).refused}
+    assert ("sparse_flash_attention" in refused) == missed
+    assert missed or "fused_infer_attention" in refused
 
 
 def _nodes_are_followed(found: Explanation) -> None:

@@ -94,17 +94,16 @@ def lookup(
     ``make_output(spec)`` gives ``(tensors, module, args, kwargs) -> result`` (`cannopy.frontend.outputs.builder`).
     An entry that is corrupt, that torchair refuses, or that relies on a property that the weights do not have, is
     renamed away and reported as ``rebuilt``. While another process builds the entry this one waits; ranks of
-    torch.distributed look together.
+    torch.distributed look together, those of a layout without the cache, too: what they build must be alike.
     Raises `folder.CacheFolderError` for a folder that others can write, `agree.RankError`.
     """
     start = time.perf_counter()
     identity = fingerprint(model, method, args, kwargs, options)
-    if not options.use_cache:
-        return Lookup(identity, "miss", "the cache is switched off")
     search = _Search(identity, model, options, make_output, time.perf_counter() - start)
     phase = identity.details["options"].get("phase", "")
     what = f"{type(model).__name__}.{method}" + (f" ({phase})" if phase else "")
-    peers = agree.peers(what, options.ranks, options.cache_timeout)
+    alone = not options.use_cache and options.layout is None
+    peers = None if alone else agree.peers(what, options.ranks, options.cache_timeout)
     if peers is None:
         return search.run(claim=True)
     try:
@@ -149,7 +148,7 @@ def _together(search: _Search, peers: agree.Peers) -> Lookup:
 
 @dataclass(frozen=True)
 class _Search:
-    """A look-up in the cache folder."""
+    """A look-up in the cache folder, which finds nothing where the cache is switched off."""
 
     identity: Fingerprint
     model: torch.nn.Module
@@ -159,6 +158,8 @@ class _Search:
 
     def run(self, claim: bool) -> Lookup:
         """The entry, or (``claim``) the right to build it, after waiting for a process that builds it."""
+        if not self.options.use_cache:
+            return Lookup(self.identity, "miss", "the cache is switched off")
         try:
             root = folder.resolve_dir(self.options.cache_dir)
         except folder.CacheFolderError:

@@ -86,10 +86,12 @@ def test_the_layout_and_the_rank_are_in_the_key() -> None:
         "topology (layout: absent -> ep=2,dp=2,dense_tp=2; rank: absent -> 0; world: 1 -> absent)"]
 
 
-def test_ranks_with_other_shapes_are_told_before_anything_is_compiled(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cached", [True, False])
+def test_ranks_with_other_shapes_are_told_before_anything_is_compiled(cached: bool, tmp_path: Path) -> None:
+    """Also without a cache: a first step would wait for collectives that do not meet."""
     def work(rank: int) -> None:
         args = programs.call(rank, 4 if rank != 1 else 6)
-        programs.compiled(programs.layout(rank, "ep=4,dp=4,dense_tp=2"), args, tmp_path / "cache")
+        programs.compiled(programs.layout(rank, "ep=4,dp=4,dense_tp=2"), args, tmp_path / "cache" if cached else None)
 
     for text in world.run(4, work, tmp_path / "out", raises=True):
         assert text.startswith("RankError: rank 1 and rank 0 compile Whole.forward differently: inputs args[0]: ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -327,16 +328,18 @@ def _explanation(lineage: Lineage, seen: Mapping[str, frozenset[str]], off: list
                  wanted: list[str]) -> Explanation:
     applied = _applied(lineage.hits, lineage)
     refused = _refused([m for m in lineage.misses if m.near])
-    told = {a.rule for a in applied} | {r.rule for r in refused}
+    fired = {a.rule for a in applied}
+    told = fired | {r.rule for r in refused}
     absent: dict[str, str] = {}
     for rule, variants in lineage.rules.items():
         if rule in told or rule in off:
             continue
         if rule in seen:
-            absent[rule] = absence(variants, seen[rule], lambda name: _maker(name, lineage.rules))
+            others = {r: v for r, v in lineage.rules.items() if r not in fired and r != rule}
+            absent[rule] = absence(variants, seen[rule], functools.partial(_maker, rules=others))
     order = {rule: i for i, rule in enumerate(lineage.rules)}
     refused.sort(key=lambda r: (order.get(r.rule, 0), -r.matched))
-    unmet = [w for w in wanted if w not in {a.rule for a in applied}]
+    unmet = [w for w in wanted if w not in fired]
     return Explanation(applied, refused, absent, off, unmet, lineage)
 
 

@@ -77,8 +77,12 @@ def _mixed(match: Match, others: str, x: fx.Node) -> Refusal:
         above: Anything = x.args[0]
         made = f" (a cast of {describe(above)} at {where(above)})"
     found = f"input {dtype(x)}{made}, {others}"
+    cure = f"cast the normalised value and gamma to {kind}, the dtype of the input"
+    if dtype(match.anchor) != dtype(x) == torch.float32:  # all is float32 already, up to the result
+        kind = describe(dtype(match.anchor))
+        cure = f"give the norm its input in {kind}, the dtype of the result"
     return Refusal(f"the norm mixes dtypes: {found}", match.anchor, "dtype", f"{kind} throughout, float32 inside",
-                   found, f"cast the normalised value and gamma to {kind}, the dtype of the input")
+                   found, cure)
 
 
 def _gamma_refusal(match: Match, x: fx.Node, rounded: fx.Node) -> Refusal | None:

@@ -250,8 +250,10 @@ def _weights_refusal(match: Match, normed: bool) -> Refusal | None:
             return Refusal(f"the sum of the chosen scores divides {found}, not these scores", divided, "operand",
                            describe(picked), found, "divide the chosen scores by their own sum")
         found = ", ".join(f"{describe(u)} ({where(u)})" for u in list(picked.users)[:2]) or "the result"
+        # Where they are, the form with the division says why it was refused, and stands for this one.
+        place = next((u for u in picked.users if is_call(u, aten.div.Tensor)), picked)
         return Refusal(f"the sigmoid scores are not divided by (their sum + eps), the op always does that: they are "
-                       f"read by {found}", picked, "missing", "a division by (sum over the chosen + eps)", found,
+                       f"read by {found}", place, "missing", "a division by (sum over the chosen + eps)", found,
                        "renormalise the weights (norm_topk_prob=True), or keep the plain form")
     if normed and match["norm_type"] == SOFTMAX:
         return Refusal("softmax scores are divided by their sum after the choice, the op does not do that",

@@ -218,6 +218,11 @@ def test_refuses(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(after.run(), before.run(), strict=True))
 
 
+def test_a_refused_division_stands_for_the_form_without_one() -> None:
+    _, log = Router(groups=8, k_group=4).traced().fused(RULES)
+    assert ["group-size" in m.clause for m in log.misses] == [True], [m.reason for m in log.misses]
+
+
 @pytest.mark.parametrize("fill", [-2.0, 3.0, -65504.0])
 @pytest.mark.parametrize("mask", ["reference", "equal", "ones", "cast, then spread"])
 def test_a_small_number_for_dropped_experts_is_named_where_it_is_filled_in(mask: str, fill: float) -> None:

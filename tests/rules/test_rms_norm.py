@@ -215,3 +215,5 @@ def test_a_refused_norm_is_told_of_once() -> None:
     for form, reason in ((over_tokens, "the mean is over dim 0"), (fp32_sum, "the norm mixes dtypes")):
         _, log, _, _ = _fused(Norm(form))
         assert [m.reason[:len(reason)] for m in log.misses if m.rule == "lift_rms_norm"] == [reason]
+    assert [m.remedy for m in log.misses if m.rule == "lift_rms_norm"] == [
+        "give the norm its input in bfloat16, the dtype of the result"]

@@ -81,8 +81,9 @@ class Compiled:
         """The call ``(args, kwargs)`` for one die as this rank makes it: with its part of caches that hold heads.
 
         Where ``attn_tp`` cuts heads of keys and values, the caches are copies of this rank's heads of the given ones,
-        zeros where those are on the meta device; the objects that hold them are copied, all other tensors are those
-        given. Caches that are cut already and `transformers` caches without tensors stay as they are.
+        zeros where those are on the meta device; the objects that hold them are copied, all other tensors that the
+        graph reads are those given. Caches that are cut already and `transformers` caches without tensors stay
+        as they are.
 
         Raises:
             cannopy.backend.guards.GuardError: a cache has neither the shape for one die nor that of the part.

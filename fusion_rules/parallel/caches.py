@@ -27,8 +27,6 @@ NORM, DIALECT_NORM = "npu::npu_rms_norm", "cannopy::rms_norm"
 _WRITES: dict[Any, int] = {aten.index_copy.default: 3, aten.slice_scatter.default: 1, aten.index_put.default: 2}
 """Writes into what the first argument is, and the place of what is written."""
 
-_MOVES = (aten.reshape.default, aten.permute.default, aten._to_copy.default, aten.clone.default)
-
 
 @dataclass
 class Caches:
@@ -127,7 +125,7 @@ def _behind(node: fx.Node, user: fx.Node, dim: int, pieces: Pieces) -> tuple[int
         return reshaped(old, new, dim, pieces)
     if is_call(user, aten.permute.default):
         return cast("list[int]", user.args[1]).index(dim), pieces
-    if is_call(user, *_MOVES):
+    if is_call(user, aten._to_copy.default, aten.clone.default):
         return dim, pieces
     written = _WRITES.get(user.target)
     if written is not None and (user.args[written] is node or user.args[0] is node):

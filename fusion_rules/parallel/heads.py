@@ -1,4 +1,4 @@
-"""y = attention(heads) Woᵀ  →  all_reduce(attention(heads r) Wo[:, r]ᵀ) over attn_tp, for latent attention.
+"""y = attention(heads) Woᵀ  →  all_reduce(attention(heads r) Wo[:, r]ᵀ) over attn_tp.
 
 Parts by heads go up from the output projection: W_UV, the attention kernel, W_UK and W_UQ, or W_Q and the expansion
 of latents in a naive prompt. Latents, their caches and the indexer stay whole: all heads read the same ones. Heads of

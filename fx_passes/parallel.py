@@ -115,6 +115,9 @@ def _known(name: str) -> None:
         raise ParallelError(f"no group is called {name!r}; did you mean {close[0]!r}? there are {', '.join(names)}")
 
 
+_NAME = re.compile(r"cannopy\.(\w+)\.\d+\.\d+\.(\d+)")
+
+
 @dataclass(frozen=True)
 class Group:
     """Ranks ``first``, ``first + stride``, …, ``size`` of them, that share one thing."""
@@ -135,10 +138,16 @@ class Group:
         return f"cannopy.{self.kind}.{self.first}.{self.stride}.{self.size}"
 
 
+def kind_of(name: str) -> str | None:
+    """The kind of the group called ``name`` (`Group.name`); None for another name."""
+    found = _NAME.fullmatch(name)
+    return found[1] if found else None
+
+
 def ranks_of(name: str) -> int | None:
     """Ranks in the group called ``name`` (`Group.name`); None for another name."""
-    found = re.fullmatch(r"cannopy\.\w+\.\d+\.\d+\.(\d+)", name)
-    return int(found[1]) if found else None
+    found = _NAME.fullmatch(name)
+    return int(found[2]) if found else None
 
 
 @dataclass(frozen=True)

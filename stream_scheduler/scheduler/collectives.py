@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
+from cannopy.fx_passes.parallel import kind_of
 from cannopy.stream_scheduler.simulator import Schedule, Task
 
 EXCHANGES = frozenset({"moe_dispatch", "moe_combine"})
@@ -18,8 +19,8 @@ MEETING = frozenset({"moe_init_routing"})
 """Kernels whose own cores wait for each other: the sort of the routing."""
 
 EVERYBODY = "the whole deployment"
-_UNEVEN = "cannopy.cp."
-"""How groups begin whose dies have graphs of other sizes each, and so other times: parts of a prompt."""
+_UNEVEN = "cp"
+"""The kind of groups whose dies have graphs of other sizes each, and so other times: parts of a prompt."""
 
 
 def group_of(task: Task, groups: Mapping[str, str]) -> str | None:
@@ -33,7 +34,7 @@ def group_of(task: Task, groups: Mapping[str, str]) -> str | None:
 def in_graph_order(graph: Schedule, groups: Mapping[str, str]) -> Schedule:
     """``graph`` in which a collective also waits for the one of its group before it: dies whose graphs take other times
     would be given other orders. Where dies differ by their layout, all collectives stand in one order."""
-    together = any(group.startswith(_UNEVEN) for group in groups.values())
+    together = any(kind_of(group) == _UNEVEN for group in groups.values())
     last: dict[str, str] = {}
     tasks = []
     for task in graph.tasks:

@@ -105,7 +105,7 @@ def test_one_kernel(capsys: pytest.CaptureFixture[str]) -> None:
     (["deepseek-r1", "--sweep", "batch=1..2", "--svg", "no/such/x.svg"], "there is no folder"),
     (["qwen3-32b", "--parallel", "moe_tp=2"], "no experts; leave moe_tp out"),
     (["deepseek-r1", "--parallel", "dense_tp=1000"], "width 18432 cannot be divided by 1000"),
-    (["qwen2.5-32b", "--parallel", "attn_tp=5"], "8 key and value heads"),
+    (["qwen2.5-32b", "--parallel", "attn_tp=5"], "8 heads of keys cannot be divided by attn_tp=5"),
     (["qwen3-235b-a22b", "--parallel", "attn_tp=4,lm_head_tp=8"], "leave lm_head_tp out"),
     (["qwen3-235b-a22b", "--parallel", "attn_tp=2,moe_tp=4"], "no part of attn_tp=2"),
     (["deepseek-r1", "--parallel", "attn_tp=2,sp=2"], "leave sp=2 out"),

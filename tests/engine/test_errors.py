@@ -38,9 +38,9 @@ def _op(graph: Any, type_: str) -> Any:
 
 
 def test_unknown_type_names_type_op_and_fx_node(compiled: Callable[..., Any]) -> None:
-    conv = compiled(lambda x, w: torch.nn.functional.conv2d(x, w))
-    with pytest.raises(OpError, match=r"GE op Conv2D 'Conv2D' from FX node convolution-aten\.convolution\.default"):
-        conv(torch.randn(1, 1, 4, 4), torch.randn(1, 1, 2, 2))
+    pool = compiled(lambda x: torch.nn.functional.avg_pool2d(x, 2))
+    with pytest.raises(OpError, match=r"GE op AvgPoolV2 'AvgPoolV2' from FX node avg_pool2d-aten\.avg_pool2d\.default"):
+        pool(torch.randn(1, 1, 4, 4))
 
 
 @pytest.mark.parametrize(

@@ -124,10 +124,7 @@ class Parallel(Layout):
 
     def _check_widths(self, model: Model) -> None:
         """`SettingError` when a matrix cannot be cut into so many equal parts."""
-        kv_heads, cut = model.attention.kv_heads, self.attn_tp
-        if kv_heads and kv_heads % cut and cut % kv_heads:
-            raise SettingError(f"{kv_heads} key and value heads can neither be divided by attn_tp={cut} nor repeated")
-        dense = cut if cut > 1 else self.dense_tp
+        dense = self.attn_tp if self.attn_tp > 1 else self.dense_tp
         if model.dense_width % dense:
             raise SettingError(f"a dense MLP of width {model.dense_width} cannot be divided by {dense}")
         if model.experts is not None and model.experts.width % self.moe_tp:

@@ -22,6 +22,7 @@ EVERY = {"MoeDistributeDispatchV2": 1, "MoeDistributeCombineV2": 1}
     pytest.param(V32, "ep=4,dp=4,dense_tp=2,o_proj_tp=4", marks=pytest.mark.slow),
     pytest.param(LONGCAT, "ep=4,dp=4,dense_tp=2,o_proj_tp=2,lm_head_tp=4", marks=pytest.mark.slow),
     pytest.param(R1, "attn_tp=2,dp=2,ep=4,dense_tp=2,embed_tp=2", marks=pytest.mark.slow),
+    pytest.param(R1, "ep=8,dp=8,dense_tp=4,embed_tp=8", marks=pytest.mark.slow),
 ], ids=lambda value: value if isinstance(value, str) else value[0])
 def test_ranks_give_what_one_die_gives(model: tuple[str, dict[str, Any]], parallel: str, tmp_path: Path) -> None:
     """Requests of every replica; then all tokens to the same experts; then one rank without any token."""
